@@ -15,9 +15,9 @@ CORE = [
     "tests/policy/test_forward.py",
     "tests/policy/test_loading.py",
     "tests/policy/test_token_stats.py",
-    "tests/probes/test_hessian.py",
-    "tests/probes/test_language_model.py",
-    "tests/probes/test_token_gradients.py",
+    "tests/surface/test_hessian.py",
+    "tests/surface/test_language_model.py",
+    "tests/tokens/test_token_gradients.py",
     "tests/tasks/test_knights_knaves.py",
     "tests/traces/test_files.py",
     "tests/training/test_learner.py",
@@ -30,7 +30,11 @@ EXTRAS = "peft,accelerate,math,tools"
 def _core(session: nox.Session, *pins: str) -> None:
     session.install(*pins)
     session.install(f".[{EXTRAS}]", *pins, *SUPPORT)
-    session.run("python", "-c", "import torch, transformers; print(torch.__version__, transformers.__version__)")
+    session.run(
+        "python",
+        "-c",
+        "import torch, transformers; print(torch.__version__, transformers.__version__)",
+    )
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     session.run("python", "-m", "pytest", "-n", "0", *(session.posargs or CORE), env=environment)
 
@@ -54,7 +58,9 @@ def verl_recorder(session: nox.Session) -> None:
     session.install(*pins)
     session.install(".", *pins, *SUPPORT, "fastapi", "uvicorn", "cachetools")
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run("python", "-m", "pytest", "-n", "0", "tests/integrations/test_verl.py", env=environment)
+    session.run(
+        "python", "-m", "pytest", "-n", "0", "tests/integrations/test_verl.py", env=environment
+    )
 
 
 @nox.session(python="3.11")

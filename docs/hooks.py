@@ -18,7 +18,9 @@ from typer.core import TyperGroup
 
 from sharpscope.analysis import analyze
 from sharpscope.cli import app
-from sharpscope.config import ForkSpec, RunConfig, constants, describe, method_names, settings_of
+from sharpscope.config import ForkSpec, RunConfig
+from sharpscope.methods import constants, describe, method_names
+from sharpscope.settings import settings_of
 from sharpscope.traces import schema_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -58,10 +60,16 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
         display = "block" if match[1] else "inline"
         return latex2mathml.converter.convert(html.unescape(match[1] or match[2]), display=display)
 
-    if page.file.src_uri.endswith(".ipynb"):  # the notebook plugin leaves links as they are; a page is a folder
+    # the notebook plugin leaves links as they are; a page is a folder
+    if page.file.src_uri.endswith(".ipynb"):
         content = re.sub(r'href="(?!\w+:)([^"#]*/)?index\.md', r'href="../\1', content)
         content = re.sub(r'href="(?!\w+:)([^"#]+)\.(?:md|ipynb)(?=[#"])', r'href="../\1/', content)
-        content = re.sub(r"<p>.*?</p>", lambda paragraph: _DOLLARS.sub(dollars, paragraph[0]), content, flags=re.DOTALL)
+        content = re.sub(
+            r"<p>.*?</p>",
+            lambda paragraph: _DOLLARS.sub(dollars, paragraph[0]),
+            content,
+            flags=re.DOTALL,
+        )
 
     def formula(match: re.Match[str]) -> str:
         display = "block" if match[2] == "[" else "inline"
@@ -73,7 +81,9 @@ def on_page_content(content: str, page: Page, **_: Any) -> str:
 def _of_root(name: str) -> str:
     """A page of the repository's root, with links as they are in docs/; those to files that the site lacks become text."""
     text = (ROOT / name).read_text("utf-8").replace("](docs/", "](")
-    return re.sub(r"\[([^]]+)\]\((?:experiments|sharpscope|tests|data|figures)/[^)]*\)", r"\1", text)
+    return re.sub(
+        r"\[([^]]+)\]\((?:experiments|sharpscope|tests|data|figures)/[^)]*\)", r"\1", text
+    )
 
 
 def _commands() -> str:
@@ -84,8 +94,12 @@ def _commands() -> str:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if command is not None and not command.hidden:
-            pages.append(get_docs_for_click(obj=command, ctx=context, indent=1, call_prefix="sharpscope"))
-    text = _EXAMPLES.sub(lambda found: "Examples:\n\n```bash\n" + _unindent(found[1]) + "```\n", "\n".join(pages))
+            pages.append(
+                get_docs_for_click(obj=command, ctx=context, indent=1, call_prefix="sharpscope")
+            )
+    text = _EXAMPLES.sub(
+        lambda found: "Examples:\n\n```bash\n" + _unindent(found[1]) + "```\n", "\n".join(pages)
+    )
     return "# Commands\n\n`sharpscope COMMAND --help` prints the same in a terminal.\n\n" + text
 
 
@@ -101,14 +115,27 @@ def _configuration() -> str:
         "The settings of a run, for YAML files and `--set path=value`. `sharpscope config` prints the common ones, "
         "`sharpscope config PART` those of a part.",
     ]
-    for title, model, prefix in (("Run", RunConfig, ""), ("Fork (--set fork.…)", ForkSpec, "fork.")):
+    for title, model, prefix in (
+        ("Run", RunConfig, ""),
+        ("Fork (--set fork.…)", ForkSpec, "fork."),
+    ):
         sections: dict[str, list[str]] = {}
         for row in settings_of(model, prefix):
-            part = row.path.removeprefix(prefix).split(".")[0] if "." in row.path.removeprefix(prefix) else ""
+            part = (
+                row.path.removeprefix(prefix).split(".")[0]
+                if "." in row.path.removeprefix(prefix)
+                else ""
+            )
             heading = f"{title}: {part}" if part else title
             heading += f", kind {row.kind}" if row.kind else ""
-            code = [f"<code>{html.escape(text)}</code>" if text else "" for text in (row.path, row.values, row.default)]
-            cells = (text.replace("|", "&#124;").replace("\n", " ") for text in (*code, html.escape(row.description)))
+            code = [
+                f"<code>{html.escape(text)}</code>" if text else ""
+                for text in (row.path, row.values, row.default)
+            ]
+            cells = (
+                text.replace("|", "&#124;").replace("\n", " ")
+                for text in (*code, html.escape(row.description))
+            )
             sections.setdefault(heading, []).append("| " + " | ".join(cells) + " |")
         for heading, rows in sections.items():
             lines += [

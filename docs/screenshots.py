@@ -32,7 +32,8 @@ def terminal() -> str:
     console.print(f"$ {COMMAND}")
     console.print(to_terminal(token_sections(load_run(RUN), top=6)[:2]))
     picture = console.export_svg(title=COMMAND, unique_id="tokens")
-    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # they would be loaded from another host
+    # they would be loaded from another host
+    return re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)
 
 
 def photograph(page: Path, tokens: Path, curves: Path) -> None:
@@ -44,7 +45,9 @@ def photograph(page: Path, tokens: Path, curves: Path) -> None:
         sys.exit("screenshots: no `chromium` on the PATH; install Debian's package chromium")
     with sync_playwright() as driver:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"] if root else [])
+        browser = driver.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox"] if root else []
+        )
         tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
         tab.set_default_timeout(180_000)  # [ms]; a busy machine takes long to draw the page
         tab.goto(page.as_uri())
@@ -64,7 +67,11 @@ def main() -> None:
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "tokens.svg").write_text(terminal(), "utf-8")
     with tempfile.TemporaryDirectory() as folder:
-        photograph(analyze([RUN.parent], folder).page, IMAGES / "report-tokens.png", IMAGES / "report-curves.png")
+        photograph(
+            analyze([RUN.parent], folder).page,
+            IMAGES / "report-tokens.png",
+            IMAGES / "report-curves.png",
+        )
 
 
 if __name__ == "__main__":

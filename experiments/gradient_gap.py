@@ -21,7 +21,7 @@ from sharpscope import critical_sharpness
 from sharpscope.config import build_config
 from sharpscope.policy import Policy, Rollouts, load_policy
 from sharpscope.policy.forward import Scorer
-from sharpscope.probes.guard import guarded
+from sharpscope.policy.guard import guarded
 from sharpscope.tasks import make_task
 from sharpscope.training.rollouts import draw_group
 
@@ -45,11 +45,15 @@ def largest_eigenvalue(policy: Policy, rows: Rollouts) -> float:
     model = policy.model
     parameters = [p for p in model.parameters() if p.requires_grad]
     with guarded(model, attention="math"):
-        logits = model(input_ids=rows.input_ids[:, rows.input_ids.shape[1] - int(rows.attention_mask.sum()) :]).logits
+        logits = model(
+            input_ids=rows.input_ids[:, rows.input_ids.shape[1] - int(rows.attention_mask.sum()) :]
+        ).logits
         start = int(rows.prompt_lengths[0])
         length = int(rows.lengths[0])
         logp = (
-            logits[0, start - 1 : start - 1 + length].log_softmax(-1).gather(1, rows.completion_ids[0, :length, None])
+            logits[0, start - 1 : start - 1 + length]
+            .log_softmax(-1)
+            .gather(1, rows.completion_ids[0, :length, None])
         )
         gradient = torch.autograd.grad(logp.sum(), parameters, create_graph=True)
         g = torch.Generator().manual_seed(0)
@@ -118,12 +122,21 @@ def one_prompt(policy: Policy, scorer: Scorer, rollouts: Rollouts) -> dict[str, 
 
 def main() -> None:
     """Print a row per prompt, and the ratio of both steps."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--prompts", type=int, default=6, help="prompts with both right and wrong completions")
+    parser.add_argument(
+        "--prompts", type=int, default=6, help="prompts with both right and wrong completions"
+    )
     parser.add_argument("--completions", type=int, default=16)
     options = parser.parse_args()
-    values = {"policy.model": options.model, "policy.prompt_format": "plain", "policy.dtype": "float32", "threads": 1}
+    values = {
+        "policy.model": options.model,
+        "policy.prompt_format": "plain",
+        "policy.dtype": "float32",
+        "threads": 1,
+    }
     task_values = {"kind": "custom", "factory": "experiments.smollm2.sums:sums"}
     rollout = {"rollout.group_size": options.completions, "rollout.max_new_tokens": 6}
     config = build_config(values={**values, **rollout, "task": task_values})
@@ -140,8 +153,15 @@ def main() -> None:
         if not 0 < share < 1:
             continue
         row = one_prompt(policy, scorer, rollouts)
-        cells = [f"{row[name]:.3g}" for name in ("success", "length", "gap", "G", "L", "theory", "measured")]
-        cells += [f"{row['measured'] / row['theory']:.0f}", f"{row['after_theory']:.3f}", f"{row['after_half']:.3f}"]
+        cells = [
+            f"{row[name]:.3g}"
+            for name in ("success", "length", "gap", "G", "L", "theory", "measured")
+        ]
+        cells += [
+            f"{row['measured'] / row['theory']:.0f}",
+            f"{row['after_theory']:.3f}",
+            f"{row['after_half']:.3f}",
+        ]
         print(f"| {' | '.join(cells)} |", flush=True)
         shown += 1
         if shown == options.prompts:

@@ -31,7 +31,11 @@ SUMS = [
 POLICIES: dict[str, dict[str, Any]] = {
     "knights_knaves": {"model": "embedded:knights_knaves"},
     "math": {"model": "embedded:math", "task": "math"},
-    "tool_qa": {"model": "embedded:tool_qa", "task": "tool_qa", "overrides": ["rollout.prompts_per_step=12"]},
+    "tool_qa": {
+        "model": "embedded:tool_qa",
+        "task": "tool_qa",
+        "overrides": ["rollout.prompts_per_step=12"],
+    },
     "SmolLM2": {"task": "experiments.smollm2.sums:sums", "overrides": SUMS},
 }
 TEXT = """# What every method does to a gradient
@@ -138,7 +142,10 @@ def page(data: Path) -> str:
         cells = []
         for frame in frames.values():
             row = frame.loc[method]
-            values = [number(row["gradient_rotation"]), number(100 * row["gradient_kept"], ".0f") + " %"]
+            values = [
+                number(row["gradient_rotation"]),
+                number(100 * row["gradient_kept"], ".0f") + " %",
+            ]
             values += [number(row["update_rotation"]), number(row["update_difference"], ".2f")]
             cells.append("–" if math.isnan(row["gradient_rotation"]) else ", ".join(values))
         rows.append(f"| `{method}`{chr(92) + '*' if star else ''} | {' | '.join(cells)} |")
@@ -147,14 +154,18 @@ def page(data: Path) -> str:
         f"{b['tokens']} tokens"
         for name, b in ((name, record["batch"]) for name, record in records.items())
     ]
-    changed = {name: frame.loc[["grpo", *(m for m in shown if m != "grpo")]] for name, frame in frames.items()}
+    changed = {
+        name: frame.loc[["grpo", *(m for m in shown if m != "grpo")]]
+        for name, frame in frames.items()
+    }
     entropy = [
         f"<details markdown><summary>{name}: predicted share [%], measured [0.001 nats / token]</summary>\n\n"
         f"{entropy_table(frame)}\n\n</details>"
         for name, frame in changed.items()
     ]
     signs = [
-        (method_row[f"entropy_predicted_{name}"] > 0) == (method_row[f"entropy_measured_{name}"] > 0)
+        (method_row[f"entropy_predicted_{name}"] > 0)
+        == (method_row[f"entropy_measured_{name}"] > 0)
         for frame in changed.values()
         for _, method_row in frame.iterrows()
         for name in BINS
@@ -166,7 +177,11 @@ def page(data: Path) -> str:
         [
             [
                 f"`{name}`",
-                *(number(frame.loc[m, c], ".2f") for m in ("grpo", "capo") for c in ("kl_rank", "kl_rank_norm")),
+                *(
+                    number(frame.loc[m, c], ".2f")
+                    for m in ("grpo", "capo")
+                    for c in ("kl_rank", "kl_rank_norm")
+                ),
                 number(100 * frame.loc["capo", "gradient_kept"], ".0f") + " %",
             ]
             for name, frame in frames.items()
@@ -189,9 +204,13 @@ def page(data: Path) -> str:
 
 def main() -> None:
     """Measure what is missing and write the page."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smollm2", default=None, help="folder of SmolLM2-135M-Instruct")
-    parser.add_argument("--data", type=Path, default=Path("rotation"), help="folder of the measured tables")
+    parser.add_argument(
+        "--data", type=Path, default=Path("rotation"), help="folder of the measured tables"
+    )
     parser.add_argument("--only", choices=POLICIES, help="measure one policy and write no page")
     options = parser.parse_args()
     for name, settings in POLICIES.items():

@@ -12,26 +12,28 @@ __version__ = "0.3.0"
 
 if TYPE_CHECKING:
     from sharpscope import integrations as integrations
-    from sharpscope.config import weight_bounds as weight_bounds
     from sharpscope.forks import fork as fork
     from sharpscope.forks import rotate as rotate
     from sharpscope.integrations.record import record as record
-    from sharpscope.probes import attribute as attribute
-    from sharpscope.probes import critical_sharpness as critical_sharpness
-    from sharpscope.probes import curvature as curvature
-    from sharpscope.probes import score_norms as score_norms
-    from sharpscope.probes import sharpness as sharpness
-    from sharpscope.probes import update_direction as update_direction
+    from sharpscope.methods import weight_bounds as weight_bounds
+    from sharpscope.surface import critical_sharpness as critical_sharpness
+    from sharpscope.surface import curvature as curvature
+    from sharpscope.surface import sharpness as sharpness
+    from sharpscope.surface import update_direction as update_direction
+    from sharpscope.tokens import attribute as attribute
+    from sharpscope.tokens import score_norms as score_norms
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
 
-_PROBES = ("attribute", "critical_sharpness", "curvature", "score_norms", "sharpness", "update_direction")
+_TOKENS = ("attribute", "score_norms")
+_SURFACE = ("critical_sharpness", "curvature", "sharpness", "update_direction")
 _MODULES = {
-    **dict.fromkeys(_PROBES, "sharpscope.probes"),
+    **dict.fromkeys(_TOKENS, "sharpscope.tokens"),
+    **dict.fromkeys(_SURFACE, "sharpscope.surface"),
     **dict.fromkeys(("fork", "rotate"), "sharpscope.forks"),
     **dict.fromkeys(("load_run", "load_runs"), "sharpscope.traces"),
     "record": "sharpscope.integrations.record",
-    "weight_bounds": "sharpscope.config",
+    "weight_bounds": "sharpscope.methods",
 }
 
 __all__ = ["__version__", *sorted(_MODULES)]  # noqa: PLE0604 - the names are strings

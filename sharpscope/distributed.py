@@ -42,15 +42,21 @@ def start(device: str = "auto") -> Launch:
     try:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
     except ImportError:
-        raise UserError("accelerate launch: not installed; pip install 'sharpscope[accelerate]'") from None
+        raise UserError(
+            "accelerate launch: not installed; pip install 'sharpscope[accelerate]'"
+        ) from None
     if device not in ("auto", "cuda", "cpu"):
-        raise UserError(f"policy.device {device!r}: not supported with several processes; use 'auto' or 'cpu'")
+        raise UserError(
+            f"policy.device {device!r}: not supported with several processes; use 'auto' or 'cpu'"
+        )
     cpu = device == "cpu" or not torch.cuda.is_available()
     state = Accelerator(cpu=cpu or os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true").state
     atexit.register(_leave)
     kind = state.distributed_type.value
     if kind not in ("MULTI_CPU", "MULTI_GPU", "FSDP"):
-        raise UserError(f"accelerate launch: {kind} is not supported; use data-parallel processes or --use_fsdp")
+        raise UserError(
+            f"accelerate launch: {kind} is not supported; use data-parallel processes or --use_fsdp"
+        )
     if state.mixed_precision != "no":
         given = f"accelerate launch --mixed_precision {state.mixed_precision}"
         raise UserError(f"{given}: not supported; remove it and set policy.dtype=bfloat16")
@@ -59,7 +65,9 @@ def start(device: str = "auto") -> Launch:
         return Launch(world_size())
     plugin: Any = FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
-        raise UserError("accelerate launch --use_fsdp: only FSDP2 is supported; add --fsdp_version 2")
+        raise UserError(
+            "accelerate launch --use_fsdp: only FSDP2 is supported; add --fsdp_version 2"
+        )
     if type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy":
         raise UserError("accelerate launch --fsdp_offload_params: not supported; remove it")
     return Launch(world_size(), sharded=True, reshard=bool(plugin.reshard_after_forward))
@@ -121,7 +129,11 @@ def gather(value: T) -> list[T]:
         return [value]
     values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
-    failed = [f"process {rank}: {each.reason}" for rank, each in enumerate(values) if isinstance(each, Failure)]
+    failed = [
+        f"process {rank}: {each.reason}"
+        for rank, each in enumerate(values)
+        if isinstance(each, Failure)
+    ]
     if failed:
         raise PeerError("; ".join(failed))
     return values
@@ -183,7 +195,9 @@ def map_rows(rows: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
         return compute(rows)
     part = rows[local_slice(len(rows))]
     local = together(lambda: compute(part).detach() if len(part) else None)
-    pieces = [piece for piece in gather(None if local is None else local.cpu()) if piece is not None]
+    pieces = [
+        piece for piece in gather(None if local is None else local.cpu()) if piece is not None
+    ]
     return torch.cat(pieces).to(rows.device if local is None else local.device)
 
 
@@ -199,11 +213,15 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
     replicated = [p for p in parameters if not hasattr(p, "to_local")]
     if world_size() == 1 or not replicated:
         return
-    used = torch.tensor([p.grad is not None for p in replicated], dtype=torch.int32, device=replicated[0].device)
+    used = torch.tensor(
+        [p.grad is not None for p in replicated], dtype=torch.int32, device=replicated[0].device
+    )
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     for parameter, is_used in zip(replicated, used.tolist(), strict=True):
         if is_used:
-            parameter.grad = _sum(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+            parameter.grad = _sum(
+                torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            )
 
 
 def _sum(tensor: Tensor) -> Tensor:

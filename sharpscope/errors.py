@@ -34,7 +34,10 @@ class CheckError(UserError):
 
 def first_line(error: BaseException) -> str:
     """First line of an error's message that has text, at most 200 characters; without one the name of its type."""
-    return next((line.strip()[:200] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next(
+        (line.strip()[:200] for line in str(error).splitlines() if line.strip()),
+        type(error).__name__,
+    )
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -42,4 +45,6 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names[:LISTED])}{more}"
+    return (
+        f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names[:LISTED])}{more}"
+    )

@@ -30,7 +30,11 @@ def container_memory(folder: Path) -> tuple[float, float]:
         limit = (folder / "memory.max").read_text().strip()
         used = int((folder / "memory.current").read_text())
         counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return (used - int(counts.get("inactive_file", 0)), int(limit)) if limit != "max" else (0.0, float("inf"))
+        return (
+            (used - int(counts.get("inactive_file", 0)), int(limit))
+            if limit != "max"
+            else (0.0, float("inf"))
+        )
     except (OSError, ValueError):
         return 0.0, float("inf")
 
@@ -39,7 +43,9 @@ def free_memory(device: torch.device) -> float:
     """Memory that a process can still take on a device [bytes]."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return float(
+            free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        )
     used, limit = container_memory(CGROUP)
     return min(float(psutil.virtual_memory().available), limit - used)
 
@@ -52,7 +58,9 @@ def require_memory(needed: float, device: torch.device, what: str, advice: str) 
     """
     free = free_memory(device)
     if needed > free:
-        raise UserError(f"memory: {what} takes about {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free; {advice}")
+        raise UserError(
+            f"memory: {what} takes about {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free; {advice}"
+        )
 
 
 def stored_numbers(folder: Path) -> int:

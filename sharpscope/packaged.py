@@ -29,10 +29,14 @@ def data_path(*parts: str) -> Path:
     """
     path = Path(*parts)
     if not parts or path.is_absolute() or ".." in path.parts:
-        raise UserError(f"data path '{path}': outside the packaged data; use a relative path without '..'")
+        raise UserError(
+            f"data path '{path}': outside the packaged data; use a relative path without '..'"
+        )
     roots = (PACKAGE / "_data", PACKAGE.parent / "data")
     for root in roots:
         if (root / path).exists():
             return root / path
     places = " or ".join(map(str, roots))
-    raise UserError(f"data '{path.as_posix()}': not found in {places}; install the package again or use a checkout")
+    raise UserError(
+        f"data '{path.as_posix()}': not found in {places}; install the package again or use a checkout"
+    )

@@ -16,6 +16,8 @@ def derive(seed: int, purpose: str, *parts: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def generator(seed: int, purpose: str, *parts: int, device: torch.device | str = "cpu") -> torch.Generator:
+def generator(
+    seed: int, purpose: str, *parts: int, device: torch.device | str = "cpu"
+) -> torch.Generator:
     """New torch generator with the seed of `derive`."""
     return torch.Generator(device=device).manual_seed(derive(seed, purpose, *parts))

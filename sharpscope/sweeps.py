@@ -19,20 +19,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from sharpscope.config import (
-    ClaimsSpec,
-    RunConfig,
-    Spec,
-    make_config,
-    merge,
-    parse_methods,
-    read_yaml,
-    recorded_settings,
-    to_yaml,
-    validate,
-)
-from sharpscope.config.reading import merge_all, nested
+from sharpscope.config import ClaimsSpec, RunConfig, make_config, recorded_settings
 from sharpscope.errors import UserError, nearest
+from sharpscope.methods import parse_methods
+from sharpscope.settings import Spec, merge, read_yaml, to_yaml, validate
+from sharpscope.settings.reading import merge_all, nested
 from sharpscope.traces import has_writer, held_text, read_run_info
 
 NOT_COMPARED = ("out", "threads", "policy.device", "method.label")
@@ -46,15 +37,20 @@ class SweepPart(Spec):
     """Runs of all combinations methods × settings × grid × seeds."""
 
     purpose: str = Field("", description="Purpose in one sentence.")
-    base: dict[str, Any] = Field(default_factory=dict, description="Configuration fields, nested, common to all runs.")
+    base: dict[str, Any] = Field(
+        default_factory=dict, description="Configuration fields, nested, common to all runs."
+    )
     methods: tuple[str, ...] = Field(
         ("grpo", "grpo-sg"), min_length=1, description="Methods, as [label=]name[+field=value…]."
     )
     settings: tuple[dict[str, Any], ...] = Field(
-        ({},), min_length=1, description="Alternative settings: mappings from a field path (optimizer.lr) to a value."
+        ({},),
+        min_length=1,
+        description="Alternative settings: mappings from a field path (optimizer.lr) to a value.",
     )
     grid: dict[str, tuple[Any, ...]] = Field(
-        default_factory=dict, description="Field path to its values; every combination is run with every setting."
+        default_factory=dict,
+        description="Field path to its values; every combination is run with every setting.",
     )
     seeds: tuple[int, ...] = Field((0,), min_length=1, description="Training seeds.")
 
@@ -82,7 +78,8 @@ class SweepSpec(SweepPart):
 
     out: str = Field("runs", description="Folder for the run folders.")
     claims: ClaimsSpec = Field(
-        default_factory=ClaimsSpec, description="The rules of the claims; see `sharpscope study declare`."
+        default_factory=ClaimsSpec,
+        description="The rules of the claims; see `sharpscope study declare`.",
     )
     parts: dict[str, SweepPart] = Field(
         default_factory=dict,
@@ -94,7 +91,9 @@ class SweepSpec(SweepPart):
     def _check_parts(self) -> SweepSpec:
         given = {"methods", "settings", "grid", "seeds"} & self.model_fields_set
         if self.parts and given:
-            raise ValueError(f"{sorted(given)[0]} cannot be combined with parts; set it in each part")
+            raise ValueError(
+                f"{sorted(given)[0]} cannot be combined with parts; set it in each part"
+            )
         return self
 
 
@@ -134,7 +133,9 @@ def read_sweep(source: Path | Mapping[str, Any]) -> SweepSpec:
     return spec
 
 
-def plan_sweep(spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, Any] | None = None) -> list[PlannedRun]:
+def plan_sweep(
+    spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+) -> list[PlannedRun]:
     """Plan every run of a sweep, in the order parts, seeds, settings, methods, so that early runs can be compared.
 
     `only` names the parts to return, without names all; all are validated. `changes` are nested fields that override those of
@@ -152,7 +153,9 @@ def plan_sweep(spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, 
     folders: set[Path] = set()
     for run in itertools.chain.from_iterable(planned.values()):
         if run.run_dir in folders:
-            raise UserError(f"sweep: two runs would share the folder {run.run_dir}; remove the duplicate setting")
+            raise UserError(
+                f"sweep: two runs would share the folder {run.run_dir}; remove the duplicate setting"
+            )
         folders.add(run.run_dir)
     selected = [run for name, runs in planned.items() for run in runs if not only or name in only]
     for run in selected:
@@ -160,11 +163,16 @@ def plan_sweep(spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, 
     return selected
 
 
-def _plan_part(spec: SweepSpec, part: SweepPart, changes: Mapping[str, Any]) -> Iterator[PlannedRun]:
+def _plan_part(
+    spec: SweepSpec, part: SweepPart, changes: Mapping[str, Any]
+) -> Iterator[PlannedRun]:
     base = merge(spec.base, part.base) if part is not spec else dict(spec.base)
     # Validated here, so that a wrong method is one error and not one for each run.
     methods = list(zip(part.methods, parse_methods(part.methods).values(), strict=True))
-    points = [dict(zip(part.grid, values, strict=True)) for values in itertools.product(*part.grid.values())]
+    points = [
+        dict(zip(part.grid, values, strict=True))
+        for values in itertools.product(*part.grid.values())
+    ]
     for seed, setting, point in itertools.product(part.seeds, part.settings, points):
         settings = {**setting, **point}
         for text, method in methods:
@@ -188,7 +196,9 @@ def _check_existing(run: PlannedRun) -> None:
     planned = _flat(run.config.model_dump(mode="json"))
     common = [path for path in planned if path in existing and path not in NOT_COMPARED]
     changed = [
-        f"{path} = {existing[path]}, planned {planned[path]}" for path in common if existing[path] != planned[path]
+        f"{path} = {existing[path]}, planned {planned[path]}"
+        for path in common
+        if existing[path] != planned[path]
     ]
     if changed:
         more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -208,7 +218,9 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
     """Name of a run, such as `grpo-sg+lr=0.0001-s3`; long names are shortened with a hash."""
-    whole = "+".join([method, *(f"{path.rpartition('.')[2]}={value}" for path, value in settings.items())])
+    whole = "+".join(
+        [method, *(f"{path.rpartition('.')[2]}={value}" for path, value in settings.items())]
+    )
     text = re.sub(r"[^A-Za-z0-9._+=-]+", "-", whole)
     if len(text) > 80:
         text = f"{text[:70]}-{hashlib.sha256(whole.encode()).hexdigest()[:8]}"
@@ -222,7 +234,11 @@ Ending = Literal["finished", "already finished", "run by others", "failed", "int
 
 
 def execute(
-    runs: Sequence[PlannedRun], *, workers: int, threads: int, tell: Callable[[str], None] = lambda text: None
+    runs: Sequence[PlannedRun],
+    *,
+    workers: int,
+    threads: int,
+    tell: Callable[[str], None] = lambda text: None,
 ) -> dict[PlannedRun, tuple[Ending, str]]:
     """Execute the runs of a sweep that are planned or interrupted in processes of `threads` threads.
 
@@ -235,7 +251,9 @@ def execute(
     pending = [run for run in runs if run.status in ("planned", "interrupted")]
     active: dict[PlannedRun, subprocess.Popen[bytes]] = {}
     stopped = threading.Event()
-    limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    limits = dict.fromkeys(
+        ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads)
+    )
     environment = {**os.environ, **limits, "TOKENIZERS_PARALLELISM": "false"}
 
     def interrupt(*_: object) -> None:
@@ -249,7 +267,11 @@ def execute(
         code, output = 0, b""
         if not stopped.is_set():
             command = _command(run, Path(folder), threads)
-            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+            pipes: dict[str, Any] = {
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,
+            }
             active[run] = process = subprocess.Popen(command, env=environment, **pipes)
             if stopped.is_set():
                 process.send_signal(signal.SIGINT)
@@ -260,9 +282,14 @@ def execute(
         tell(f"{run.name}: {ended[0]}")
         return ended
 
-    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {
+        number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
-        with tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder, ThreadPoolExecutor(workers) as pool:
+        with (
+            tempfile.TemporaryDirectory(prefix="sharpscope-sweep-") as folder,
+            ThreadPoolExecutor(workers) as pool,
+        ):
             jobs = {run: pool.submit(work, run) for run in pending}
     finally:
         for number, handler in previous.items():
@@ -279,9 +306,15 @@ def ending(run: PlannedRun, executed: bool, code: int, text: str) -> tuple[Endin
         return "run by others", held_text(run.run_dir)
     if code in (0, INTERRUPTED) and status != "failed":
         return "interrupted", ""
-    errors = [line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")]
+    errors = [
+        line.removeprefix("error: ") for line in text.splitlines() if line.startswith("error: ")
+    ]
     end = read_run_info(run.run_dir).get("end") if status == "failed" else None
-    reason = errors[-1] if errors else str(end or f"exit code {code} {text.strip().rpartition(chr(10))[2]}")
+    reason = (
+        errors[-1]
+        if errors
+        else str(end or f"exit code {code} {text.strip().rpartition(chr(10))[2]}")
+    )
     # A negative code is a signal; a positive one is an error of the program, which would repeat.
     return ("interrupted" if code < 0 and status == "interrupted" else "failed"), reason
 

@@ -39,12 +39,17 @@ TOY = {
     "recording.rotation_every": 10,
     "recording.heldout_influence_every": 0,
     "probes.preset": "off",
-    "probes.check": "off",  # a quarter of so short a run; tests/probes and tests/recording/test_observers.py have it on
+    "probes.check": "off",  # a quarter of so short a run; tests/surface and tests/recording/test_observers.py have it on
 }
 
 MEMORY_DISK = Path("/dev/shm")
-if "TMPDIR" not in os.environ and MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > 4 << 30:
-    tempfile.tempdir = str(MEMORY_DISK)  # the many small files of the tests, each flushed, cost nothing there
+if (
+    "TMPDIR" not in os.environ
+    and MEMORY_DISK.is_dir()
+    and shutil.disk_usage(MEMORY_DISK).free > 4 << 30
+):
+    # the many small files of the tests, each flushed, cost nothing there
+    tempfile.tempdir = str(MEMORY_DISK)
 
 
 @pytest.hookimpl(trylast=True)
@@ -60,7 +65,7 @@ def quick_curvature():
     """Few Hessian products in probes; tests of their values call `curvature`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"TOP": 1, "MAX_PRODUCTS": 12, "TRACE_PROBES": 2}.items():
-            patch.setattr(f"sharpscope.probes.runner.{name}", value)
+            patch.setattr(f"sharpscope.surface.runner.{name}", value)
         yield
 
 
@@ -69,7 +74,9 @@ def tiny_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a randomly initialised two-layer Qwen2 policy with a byte-level tokenizer."""
     from tests.faults import conftest as setting
 
-    return setting.tiny_policy(tmp_path_factory.mktemp("tiny_policy"), layers=2, width=32, feed_forward=48)
+    return setting.tiny_policy(
+        tmp_path_factory.mktemp("tiny_policy"), layers=2, width=32, feed_forward=48
+    )
 
 
 @pytest.fixture
@@ -78,8 +85,14 @@ def toy_config(tiny_policy: Path, tmp_path: Path):
     from sharpscope.config import build_config
 
     def make(**changes):
-        values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path / changes.pop("name", "run"))}
-        return build_config(values=values | {path.replace("__", "."): value for path, value in changes.items()})
+        values = {
+            **TOY,
+            "policy.model": str(tiny_policy),
+            "out": str(tmp_path / changes.pop("name", "run")),
+        }
+        return build_config(
+            values=values | {path.replace("__", "."): value for path, value in changes.items()}
+        )
 
     return make
 

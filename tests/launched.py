@@ -64,18 +64,25 @@ def run_ranks(folder: Path, target: Callable[..., None], *arguments: Any, count:
     for process in started:
         process.kill()
         process.join()
-    failed = [log.read_text()[-3000:] for process, log in zip(started, logs, strict=True) if process.exitcode]
+    failed = [
+        log.read_text()[-3000:]
+        for process, log in zip(started, logs, strict=True)
+        if process.exitcode
+    ]
     assert not failed, "\n\n".join(failed)
 
 
-def _rank(log: Path, environment: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _rank(
+    log: Path, environment: dict[str, str], target: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
     os.environ.update(environment)
     with log.open("w") as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     torch.set_num_threads(1)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(STUCK_S, exit=True)  # says where processes wait for each other
+    # says where processes wait for each other
+    faulthandler.dump_traceback_later(STUCK_S, exit=True)
     target(*arguments)
 
 

@@ -7,20 +7,34 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from sharpscope.probes.language_model import Objective, token_batch
-from sharpscope.probes.surface import Operator
+from sharpscope.surface.language_model import Objective, token_batch
+from sharpscope.surface.surface import Operator
 from tests.oracles.token_gradients import dense_hessian
 
 COMMON = dict(
-    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=128
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=128,
 )
 ARCHITECTURES: dict[str, dict] = {
     "qwen2": dict(COMMON, num_key_value_heads=2),
     "qwen3": dict(COMMON, num_key_value_heads=2, head_dim=8),
     "llama": dict(COMMON, num_key_value_heads=2),
-    "gpt2": dict(n_embd=16, n_layer=2, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
+    "gpt2": dict(
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    ),
     "gpt_neox": dict(COMMON, rotary_pct=0.5, hidden_dropout=0.0, attention_dropout=0.0),
-    "gemma2": dict(COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
+    "gemma2": dict(
+        COMMON, num_key_value_heads=2, head_dim=8, sliding_window=8, query_pre_attn_scalar=8
+    ),
     "qwen2_moe": dict(
         COMMON,
         num_key_value_heads=2,
@@ -50,7 +64,12 @@ def tiny_model(
     """
     settings = dict(ARCHITECTURES[architecture]) | overrides
     config = CONFIG_MAPPING[architecture](
-        vocab_size=vocab, tie_word_embeddings=tie, pad_token_id=0, eos_token_id=1, bos_token_id=1, **settings
+        vocab_size=vocab,
+        tie_word_embeddings=tie,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+        **settings,
     )
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
@@ -60,7 +79,9 @@ def tiny_model(
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(dtype)
             norm_gain = parameter.ndim == 1 and "bias" not in name
-            parameter.copy_(1 + 0.1 * noise if norm_gain and architecture != "gemma2" else scale * noise)
+            parameter.copy_(
+                1 + 0.1 * noise if norm_gain and architecture != "gemma2" else scale * noise
+            )
     if dtype == torch.float64:
         keep_double_precision(model)
     return model.eval()
@@ -74,9 +95,16 @@ def keep_double_precision(model: torch.nn.Module) -> None:
             offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
 
             def forward(
-                x: torch.Tensor, module: torch.nn.Module = module, epsilon: float = epsilon, offset: float = offset
+                x: torch.Tensor,
+                module: torch.nn.Module = module,
+                epsilon: float = epsilon,
+                offset: float = offset,
             ) -> torch.Tensor:
-                return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon) * (module.weight + offset)
+                return (
+                    x
+                    * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
+                    * (module.weight + offset)
+                )
 
             module.forward = forward  # type: ignore[method-assign]
 
@@ -151,12 +179,16 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def with_spectrum(values, seed: int = 0) -> torch.Tensor:
     values = torch.tensor(values, dtype=torch.float64)
-    q = torch.linalg.qr(torch.randn(len(values), len(values), generator=generator(seed), dtype=torch.float64)).Q
+    q = torch.linalg.qr(
+        torch.randn(len(values), len(values), generator=generator(seed), dtype=torch.float64)
+    ).Q
     return q @ torch.diag(values) @ q.T
 
 
 def quadratic(matrix: torch.Tensor, at: torch.Tensor | None = None):
-    theta = (torch.zeros(len(matrix), dtype=matrix.dtype) if at is None else at.clone()).requires_grad_()
+    theta = (
+        torch.zeros(len(matrix), dtype=matrix.dtype) if at is None else at.clone()
+    ).requires_grad_()
     return theta, lambda: 0.5 * theta @ matrix @ theta
 
 

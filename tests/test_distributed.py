@@ -80,7 +80,12 @@ def launched(monkeypatch, kind="MULTI_CPU", precision="no", **environ):
 def test_a_launch_says_whether_weights_are_sharded(monkeypatch):
     launched(monkeypatch)
     assert distributed.start() == Launch(2)
-    launched(monkeypatch, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="false")
+    launched(
+        monkeypatch,
+        ACCELERATE_USE_FSDP="true",
+        FSDP_VERSION="2",
+        FSDP_RESHARD_AFTER_FORWARD="false",
+    )
     assert distributed.start() == Launch(2, sharded=True, reshard=False)
 
 
@@ -90,7 +95,11 @@ def test_a_launch_says_whether_weights_are_sharded(monkeypatch):
         ({"kind": "DEEPSPEED"}, "auto", "DEEPSPEED is not supported"),
         ({"precision": "bf16"}, "auto", r"policy\.dtype=bfloat16"),
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "auto", "--fsdp_version 2"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, "auto", "offload"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
+            "auto",
+            "offload",
+        ),
         ({}, "cuda:1", "policy.device 'cuda:1'"),
     ],
 )

@@ -20,7 +20,14 @@ from sharpscope.cli import app, main
 from sharpscope.config import build_config
 from sharpscope.training import train
 from tests.conftest import TOY, pair
-from tests.integrations.test_importers import packed, rows_of, truth, write_lines, write_nemo_rl, write_table
+from tests.integrations.test_importers import (
+    packed,
+    rows_of,
+    truth,
+    write_lines,
+    write_nemo_rl,
+    write_table,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -78,14 +85,21 @@ def sets(**values: object) -> list[str]:
 ADDED = {  # what a command gets in addition
     "run": ["--steps", "1", "--quiet", *sets(**FEW)],
     "rotate": sets(**{"rollout.prompts_per_step": 6, "rollout.max_new_tokens": 64}),
-    "fork": sets(**{"fork.prompts": 2, "fork.warm_up": 1}, **{name: FEW[name] for name in list(FEW)[:3]}),
+    "fork": sets(
+        **{"fork.prompts": 2, "fork.warm_up": 1}, **{name: FEW[name] for name in list(FEW)[:3]}
+    ),
     "probe": sets(curvature_prompts=1, check="off", prompts=2),
     "eval": ["--prompts", "2", *sets(**{"rollout.max_new_tokens": 4})],
     "demo": ["--steps", "2"],
 }
 
 
-DEMO = {"rollout.prompts_per_step": 2, "evaluation.prompts": 4, "probes.prompts": 2, "probes.heldout_prompts": 0}
+DEMO = {
+    "rollout.prompts_per_step": 2,
+    "evaluation.prompts": 4,
+    "probes.prompts": 2,
+    "probes.heldout_prompts": 0,
+}
 
 
 def lines(page: Path) -> list[str]:
@@ -98,7 +112,9 @@ def lines(page: Path) -> list[str]:
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
-    return [body for _, kind, body in BLOCK.findall(NAMES[page].read_text("utf-8")) if kind == language]
+    return [
+        body for _, kind, body in BLOCK.findall(NAMES[page].read_text("utf-8")) if kind == language
+    ]
 
 
 def not_run(line: str) -> str | None:
@@ -107,13 +123,18 @@ def not_run(line: str) -> str | None:
 
 ALL = [(name, line) for name, page in NAMES.items() for line in lines(page)]
 FIRST = {line: name for name, line in reversed(ALL) if not not_run(line)}
-RUN = {page: [line for line, first in FIRST.items() if first == page][::-1] for page in dict.fromkeys(FIRST.values())}
+RUN = {
+    page: [line for line, first in FIRST.items() if first == page][::-1]
+    for page in dict.fromkeys(FIRST.values())
+}
 """Page -> its commands, but for those that an earlier page has."""
 
 
 def test_the_list_of_lines_that_do_not_run_is_current():
     assert {not_run(line) for _, line in ALL} - {None} == set(NOT_RUN)
-    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/dumps.md"} <= {p for p, _ in ALL}
+    assert {"README.md", "docs/index.md", "docs/guides/methods.md", "docs/trainers/dumps.md"} <= {
+        p for p, _ in ALL
+    }
 
 
 @pytest.fixture(scope="module")
@@ -133,27 +154,52 @@ def files(tmp_path_factory, tiny_policy):
     (here / "outputs").mkdir()
     for name in ("smollm2", "outputs/checkpoint-39"):
         shutil.copytree(tiny_policy, here / name)
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(here / "runs" / "first"), "steps": 2}
-    values |= {"checkpoint.every": 1, "evaluation.every": 0, "optimizer.lr": 1e-4, "recording.token_gradients_every": 1}
+    values = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(here / "runs" / "first"),
+        "steps": 2,
+    }
+    values |= {
+        "checkpoint.every": 1,
+        "evaluation.every": 0,
+        "optimizer.lr": 1e-4,
+        "recording.token_gradients_every": 1,
+    }
     assert train(build_config(values=values)).status == "finished"
     dump = rows_of(sharpscope.load_run(here / "runs" / "first"), tiny_policy)
     write_table(here / "dumped", dump[: len(dump) // 2])
     (here / "dumped" / "batch.jsonl").rename(here / "dumped" / "step_40.jsonl")
     rows = truth(rng := np.random.default_rng(0))
     write_nemo_rl(here / "logs" / "exp_001", rows)
-    table = [{"ids": r["ids"], "logprobs": r["theta"], "adv": r["advantage"], "loss_mask": r["mask"]} for r in rows[:4]]
+    table = [
+        {"ids": r["ids"], "logprobs": r["theta"], "adv": r["advantage"], "loss_mask": r["mask"]}
+        for r in rows[:4]
+    ]
     write_lines(here / "tokens.jsonl", table)
     exported = here / "outputs" / "token_exports" / "step_1"
     write_lines(exported / "rank_0.jsonl", [packed(rng, 1)])
     (exported / "STABLE").touch()
-    write_lines(here / "completions.jsonl", [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(4)])
+    write_lines(
+        here / "completions.jsonl",
+        [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(4)],
+    )
     asked = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
     write_lines(here / "questions.jsonl", asked)
-    write_lines(here / "train.jsonl", [{"instruction": row["prompt"], "target": row["answer"]} for row in asked])
-    write_lines(here / "nq.jsonl", [{"question": row["prompt"], "golden_answers": [row["answer"]]} for row in asked])
+    write_lines(
+        here / "train.jsonl",
+        [{"instruction": row["prompt"], "target": row["answer"]} for row in asked],
+    )
+    write_lines(
+        here / "nq.jsonl",
+        [{"question": row["prompt"], "golden_answers": [row["answer"]]} for row in asked],
+    )
     for name in ("puzzles", "test"):
         pd.DataFrame(asked).to_parquet(here / f"{name}.parquet")
-    log = [{"step": n, "loss": 0.1, "grad_norm": 0.3, "reward": 0.5, "entropy": 0.4} for n in range(1, 30)]
+    log = [
+        {"step": n, "loss": 0.1, "grad_norm": 0.3, "reward": 0.5, "entropy": 0.4}
+        for n in range(1, 30)
+    ]
     (here / "output").mkdir()
     (here / "output" / "trainer_state.json").write_text(json.dumps({"log_history": log}))
     (here / "mine.py").write_text(blocks("docs/guides/methods.md")[0])
@@ -184,7 +230,9 @@ def test_the_commands_of_a_page_run(page, folder, monkeypatch):
         assert words[0] == "sharpscope", f"{page}: {line}: run it here, or say in NOT_RUN why not"
         more = ADDED.get(words[1], [])
         if words[1] == "demo":  # has no --set
-            monkeypatch.setattr("sharpscope.config.build_config", lambda values: build_config(values=values | DEMO))
+            monkeypatch.setattr(
+                "sharpscope.config.build_config", lambda values: build_config(values=values | DEMO)
+            )
         if "--rollouts" in words:  # of another policy than the one at hand
             more = [*more, "--force"]
         if words[1] == "fork" and "--without-tokens" not in words:
@@ -198,7 +246,11 @@ def test_the_commands_of_a_page_run(page, folder, monkeypatch):
         assert ended.value.code in (None, 0), line
 
 
-COMMANDS = [(name, line) for name, line in ALL if not_run(line) and re.match(r"sharpscope |accelerate ", line)]
+COMMANDS = [
+    (name, line)
+    for name, line in ALL
+    if not_run(line) and re.match(r"sharpscope |accelerate ", line)
+]
 HELP = [
     ("--help", line.strip())
     for path in sorted((ROOT / "sharpscope" / "cli").glob("*.py"))
@@ -226,7 +278,8 @@ def test_commands_that_do_not_run_and_those_in_the_text_are_accepted():
             if words:
                 command.make_context(command.name, words)
         except Exception as error:
-            if not re.match("Missing parameter|Option .* requires an argument", str(error)):  # the text leaves it out
+            # the text leaves it out
+            if not re.match("Missing parameter|Option .* requires an argument", str(error)):
                 wrong.append(f"{page}: {line}: {error}")
     assert not wrong, "\n".join(wrong)
 
@@ -237,9 +290,18 @@ def test_local_links_exist(page):
     generated = {*(f"reference/{name}.md" for name in generated), "changelog.md", "contributing.md"}
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", NAMES[page].read_text("utf-8")):
         path = (NAMES[page].parent / target).resolve()
-        own = path.relative_to(ROOT / "docs").as_posix() if path.is_relative_to(ROOT / "docs") else None
-        figure = path.parent == ROOT / "docs" / "images" and (ROOT / "figures" / "paper" / path.name).exists()
-        assert "://" in target or path.exists() or own in generated or figure, f"{page}: no file {target}"
+        own = (
+            path.relative_to(ROOT / "docs").as_posix()
+            if path.is_relative_to(ROOT / "docs")
+            else None
+        )
+        figure = (
+            path.parent == ROOT / "docs" / "images"
+            and (ROOT / "figures" / "paper" / path.name).exists()
+        )
+        assert "://" in target or path.exists() or own in generated or figure, (
+            f"{page}: no file {target}"
+        )
 
 
 # -- The Python of the pages
@@ -250,18 +312,28 @@ ELSEWHERE = {  # page -> the test that runs its Python
     "docs/guides/model-and-task.md": "tests/tasks/test_datasets.py",
     "docs/trainers/recipes.md": "tests/integrations/test_loop.py",
 }
-HERE = {"README.md", "docs/fork.md", "docs/guides/probes.md", "docs/guides/report.md", "docs/trainers/loop.md"}
+HERE = {
+    "README.md",
+    "docs/fork.md",
+    "docs/guides/probes.md",
+    "docs/guides/report.md",
+    "docs/trainers/loop.md",
+}
 HERE |= {"docs/guides/model-and-task.md", "docs/trainers/supervised.md", "docs/trainers/trl.md"}
 
 
 def test_the_python_of_every_page_is_run_somewhere():
     pages = {page for page in NAMES if blocks(page)}
-    assert pages <= HERE | set(ELSEWHERE), "run the new page's code here, or name the test that runs it"
+    assert pages <= HERE | set(ELSEWHERE), (
+        "run the new page's code here, or name the test that runs it"
+    )
     for page, test in ELSEWHERE.items():
         assert Path(page).name in (ROOT / test).read_text("utf-8")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/trainers/supervised.md", "docs/trainers/trl.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/trainers/supervised.md", "docs/trainers/trl.md"]
+)
 def test_the_lines_for_trainers_record_a_run(page, tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="TRL is not installed (test extra)")
     from tests.integrations.trainers import plain_trainer
@@ -279,17 +351,29 @@ def test_the_loop_of_the_guide_is_recorded(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, advantages = small_model(), torch.tensor([1.0, -1.0])
     input_ids, mask = torch.randint(2, 13, (2, 6)), torch.tensor([[0, 0, 1, 1, 1]] * 2)
-    names = {"model": model, "optimizer": torch.optim.AdamW(model.parameters()), "tokenizer": tokenizer()}
-    names |= {"batches": range(2), "input_ids": input_ids, "completion_mask": mask, "advantages": advantages}
+    names = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "tokenizer": tokenizer(),
+    }
+    names |= {
+        "batches": range(2),
+        "input_ids": input_ids,
+        "completion_mask": mask,
+        "advantages": advantages,
+    }
     names |= {"rewards": advantages + 1, "groups": [0, 0], "old": torch.full((2, 5), -2.5)}
-    names["score"] = lambda: model(input_ids).logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    names["score"] = lambda: (
+        model(input_ids).logits[:, :-1].log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    )
     names["your_loss"] = lambda logp: -(logp * mask * advantages[:, None]).mean()
     (code,) = blocks("docs/trainers/loop.md")
     assert "logp = ...  #" in code
     exec(code.replace("logp = ...  #", "logp = score()  #"), names)
     run = sharpscope.load_run("runs/loop")
     assert run.status == "finished" and len(run.steps) == 2
-    assert run.tokens(steps=[1])["loss_coef"].abs().tolist() == pytest.approx([0.1] * 6)  # 1 / (2 · 5) of a mean
+    # 1 / (2 · 5) of a mean
+    assert run.tokens(steps=[1])["loss_coef"].abs().tolist() == pytest.approx([0.1] * 6)
 
 
 def test_the_guide_to_the_report_reads_a_run(folder):
@@ -303,7 +387,9 @@ def test_the_guide_to_the_report_reads_a_run(folder):
 def test_the_fork_of_the_guide(folder):
     (code,) = blocks("docs/fork.md")
     names = {"sharpscope": sharpscope}
-    exec(code.replace("checkpoint=[50]", "checkpoint=[2]").replace("batches=30", "batches=1"), names)
+    exec(
+        code.replace("checkpoint=[50]", "checkpoint=[2]").replace("batches=30", "batches=1"), names
+    )
     assert set(names["run"].forks["arm"]) == {"grpo", "ar"}
 
 

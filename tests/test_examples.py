@@ -35,10 +35,14 @@ ALIASES = {"__version__", "record"}
 def test_public_function_has_an_example_that_runs(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[1])
     (found,) = [
-        test for test in doctest.DocTestFinder(recurse=False).find(getattr(sharpscope, name), name) if test.examples
+        test
+        for test in doctest.DocTestFinder(recurse=False).find(getattr(sharpscope, name), name)
+        if test.examples
     ]
     output: list[str] = []
-    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(found, out=output.append)
+    result = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(
+        found, out=output.append
+    )
     assert result.failed == 0, "".join(output)
 
 
@@ -69,7 +73,9 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
         r"At step (\d+) the gradient is ([\d.]+) times .*? are behind it, `(.+?)` first", readme
     ).groups()
     assert f"step {step}," in picture and f"{times} × the typical" in picture and prompt in picture
-    text = re.search(r"(\d+) → (\d+) % greedily in (\d+) steps, and has (\d+) % after (\d+),", readme)
+    text = re.search(
+        r"(\d+) → (\d+) % greedily in (\d+) steps, and has (\d+) % after (\d+),", readme
+    )
     before, best, at, after, steps = map(int, text.groups())
     run = sharpscope.load_run(ROOT / "data" / "example" / "sums")
     greedy = run.eval.query("temperature == 0 and split == 'heldout'").set_index("step")["accuracy"]
@@ -85,7 +91,12 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
             re.M,
         )
     )
-    for label, name in {"GRPO-SG": "grpo-sg", "TR-GRPO": "tr-grpo", "CISPO": "cispo", "Cov-GRPO": "cov-grpo"}.items():
+    for label, name in {
+        "GRPO-SG": "grpo-sg",
+        "TR-GRPO": "tr-grpo",
+        "CISPO": "cispo",
+        "Cov-GRPO": "cov-grpo",
+    }.items():
         knights, _, _, smollm2 = (cell.split(", ") for cell in angles[name].split(" | "))
         assert f"| {label} | {knights[0]}° | {knights[2]}° | {smollm2[0]}° |" in readme
     knights, _, _, smollm2 = angles["noise of the batch"].split(" | ")
@@ -95,11 +106,15 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
     ).groups()
     study = page("study.md")
     assert (
-        f"mass 4 − plain GRPO: {tiny};" in study and "over 12 seeds" in study and f"{real} against plain GRPO" in study
+        f"mass 4 − plain GRPO: {tiny};" in study
+        and "over 12 seeds" in study
+        and f"{real} against plain GRPO" in study
     )
     price, speed = page("trainers/index.md"), page("../experiments/benchmarks/speed.md")
     assert f"| {re.search(r'of SmolLM2-135M it takes ([0-9.]+ %)', readme)[1]} on SmolLM2" in speed
-    cap, ratio = re.search(r"at most (\d+ %) of its forward.*? took ([\d.]+) times", readme).groups()
+    cap, ratio = re.search(
+        r"at most (\d+ %) of its forward.*? took ([\d.]+) times", readme
+    ).groups()
     assert f"at most {cap} of its forward and backward passes" in price and re.search(
         rf"GRPOTrainer,.*?\| \d+ \| {ratio}\d? \|", price
     )
@@ -124,20 +139,32 @@ def test_the_page_of_claims_lists_them_with_their_margins_and_sources():
 # -- The verdicts and p-values on the pages of the studies are those of the kept runs
 
 
-@pytest.mark.parametrize("study, runs", [("1", "reference"), ("2", "studies/2/runs"), ("3", "studies/3/runs")])
+@pytest.mark.parametrize(
+    "study, runs", [("1", "reference"), ("2", "studies/2/runs"), ("3", "studies/3/runs")]
+)
 def test_the_kept_runs_give_the_published_verdicts(study: str, runs: str):
     folder = ROOT / "experiments" / "studies" / study
-    arguments = ["study", "claims", str(ROOT / "data" / runs), "--study", str(folder / "study.yaml"), "--json"]
+    arguments = [
+        "study",
+        "claims",
+        str(ROOT / "data" / runs),
+        "--study",
+        str(folder / "study.yaml"),
+        "--json",
+    ]
     found = json.loads(CliRunner().invoke(app, arguments).stdout)["verdicts"]
     published = json.loads((folder / "results" / "claims.json").read_text())
     stored = {(row["claim"], row["version"]): row for row in published}
-    dropped = {("C5", ""), ("C11", "")} if study != "3" else set()  # untestable, and judged no longer
+    # untestable, and judged no longer
+    dropped = {("C5", ""), ("C11", "")} if study != "3" else set()
     assert {(row["claim"], row["version"]) for row in found} == set(stored) - dropped
     for after in found:
         before = stored[after["claim"], after["version"]]
         for one, other in ((after, before), (after["other"], before["other"])):
             if one is not None:
-                assert numbers(one) == pytest.approx(numbers(other), rel=1e-6, nan_ok=True), one["claim"]
+                assert numbers(one) == pytest.approx(numbers(other), rel=1e-6, nan_ok=True), one[
+                    "claim"
+                ]
                 assert (one["verdict"], one["n"]) == (other["verdict"], other["n"]), one["claim"]
 
 
@@ -145,7 +172,13 @@ def numbers(verdict: dict[str, Any]) -> list[float]:
     """p-values, effect and interval; NaN where there is none."""
     effect = verdict["effect"] or {}
     ends = effect.get("interval") or {}
-    values = (verdict["p_value"], verdict["p_refuted"], effect.get("value"), ends.get("low"), ends.get("high"))
+    values = (
+        verdict["p_value"],
+        verdict["p_refuted"],
+        effect.get("value"),
+        ends.get("low"),
+        ends.get("high"),
+    )
     return [math.nan if value is None else value for value in values]
 
 
@@ -209,5 +242,9 @@ def test_a_notebook_is_shipped_with_its_output(notebook: Path):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     assert cells[0]["source"][0].startswith("# ") and cells[0]["source"][0].strip().endswith("?")
-    assert len([cell for cell in code if cell["outputs"]]) > len(code) / 2 and "assert" in "".join(code[-1]["source"])
-    assert not [output for cell in code for output in cell["outputs"] if output["output_type"] == "error"]
+    assert len([cell for cell in code if cell["outputs"]]) > len(code) / 2 and "assert" in "".join(
+        code[-1]["source"]
+    )
+    assert not [
+        output for cell in code for output in cell["outputs"] if output["output_type"] == "error"
+    ]

@@ -19,16 +19,17 @@ from sharpscope.analysis import measures
 from sharpscope.analysis import study as study_of_runs
 from sharpscope.analysis.claims import base, registry
 from sharpscope.cli import main
-from sharpscope.config import describe, methods, named_method
 from sharpscope.config.run import ProbesSpec
-from sharpscope.config.token_weights import Weighting
-from sharpscope.probes import runner
-from sharpscope.probes.estimate import Estimate
+from sharpscope.methods import describe, named_method
+from sharpscope.methods import named as methods
+from sharpscope.methods.token_weights import Weighting
+from sharpscope.surface import runner
+from sharpscope.surface.estimate import Estimate
 from tests.analysis.claims.planted import frame_run
 from tests.analysis.claims.planted import study as planted
+from tests.methods.data import as_batch, make_case, step_of, weights_of
+from tests.methods.test_objective import compare
 from tests.models import all_scored, small_model
-from tests.objective.data import as_batch, make_case, step_of, weights_of
-from tests.objective.test_objective import compare
 from tests.oracles import objective as oracle
 
 ROOT = Path(__file__).parents[1]
@@ -36,8 +37,12 @@ ROOT = Path(__file__).parents[1]
 
 def blocks(page: str, heading: str) -> list[str]:
     """The code of a section of a page."""
-    section = (ROOT / page).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return [textwrap.dedent(code) for code in re.findall(r"```\w+\n(.*?)```", section, flags=re.DOTALL)]
+    section = (
+        (ROOT / page).read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    )
+    return [
+        textwrap.dedent(code) for code in re.findall(r"```\w+\n(.*?)```", section, flags=re.DOTALL)
+    ]
 
 
 def test_a_named_method_is_a_value_a_text_and_an_equation(monkeypatch, capsys):
@@ -61,10 +66,15 @@ def test_a_weighting_is_one_class():
     code, check = blocks("CONTRIBUTING.md", "Add a token weight")
     names: dict[str, Any] = {"Weighting": Weighting, "Literal": Literal, "Any": Any}
     exec(code, names)
-    exec(check, names | {"weights_of": weights_of, "step_of": step_of, "math": math, "pytest": pytest})
+    exec(
+        check,
+        names | {"weights_of": weights_of, "step_of": step_of, "math": math, "pytest": pytest},
+    )
 
 
-@pytest.mark.parametrize(("change", "expected"), [(0.7, "supported"), (1.0, "refuted"), (1.3, "refuted")])
+@pytest.mark.parametrize(
+    ("change", "expected"), [(0.7, "supported"), (1.0, "refuted"), (1.3, "refuted")]
+)
 def test_a_claim_is_one_object(monkeypatch, change, expected):
     """The claim of the page on planted lengths: shorter by 30 %, equal, and longer."""
     (code,) = blocks("CONTRIBUTING.md", "Add a claim")
@@ -77,14 +87,21 @@ def test_a_claim_is_one_object(monkeypatch, change, expected):
         length = 100 * np.exp(rng.normal(0, 0.1))
         for method, factor in (("grpo", 1.0), ("grpo-sg", change)):
             noise = np.exp(rng.normal(0, 0.02))
-            runs.append(frame_run(method, seed, columns={"completion_length_mean": length * factor * noise}))
+            runs.append(
+                frame_run(method, seed, columns={"completion_length_mean": length * factor * noise})
+            )
     ((verdict,), _) = registry.judge(registry.study_of(planted(*runs)), ["C15"])
     assert verdict.verdict == expected
 
 
 def test_a_probe_is_one_function(monkeypatch):
     function, check = blocks("CONTRIBUTING.md", "Add a probe")
-    names: dict[str, Any] = {"Point": runner.Point, "Iterator": Iterator, "Estimate": Estimate, "math": math}
+    names: dict[str, Any] = {
+        "Point": runner.Point,
+        "Iterator": Iterator,
+        "Estimate": Estimate,
+        "math": math,
+    }
     exec(function, names)
     monkeypatch.setitem(runner.PROBES, "weights", names["weight_norm"])
     model, spec = small_model().double(), ProbesSpec(rho=0.05)

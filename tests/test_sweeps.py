@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope import sweeps
 from sharpscope.cli import app
-from sharpscope.config.reading import merge_all, nested
 from sharpscope.errors import UserError
+from sharpscope.settings.reading import merge_all, nested
 from sharpscope.sweeps import PlannedRun, ending, execute, plan_sweep, read_sweep
 from sharpscope.traces import RunLock, update_run_info
 from tests.conftest import TOY
@@ -29,7 +29,12 @@ def sweep_file(tiny_policy: Path, tmp_path: Path):
     def make(**changes) -> Path:
         values = {**TOY, "policy.model": str(tiny_policy), "steps": 2, "evaluation.every": 0}
         base = merge_all(nested(path, value) for path, value in values.items())
-        data = {"out": str(tmp_path / "runs"), "base": base, "methods": ["grpo", "ar"], "seeds": [0]}
+        data = {
+            "out": str(tmp_path / "runs"),
+            "base": base,
+            "methods": ["grpo", "ar"],
+            "seeds": [0],
+        }
         file = tmp_path / "sweep.yaml"
         file.write_text(yaml.safe_dump(data | changes))
         return file
@@ -46,7 +51,10 @@ def test_every_combination_is_planned_once(sweep_file):
     runs = plan_sweep(read_sweep(file))
     assert len(runs) == len({run.run_dir for run in runs}) == 2 * 2 * 2 * 4
     configs = [run.config for run in runs]
-    adam = [(c.method.name, c.seed, c.rollout.group_size, c.optimizer.lr, c.optimizer.weight_decay) for c in configs]
+    adam = [
+        (c.method.name, c.seed, c.rollout.group_size, c.optimizer.lr, c.optimizer.weight_decay)
+        for c in configs
+    ]
     assert len(set(adam)) == 32
     assert [run.config.method.name for run in runs[:2]] == ["grpo", "ar"]  # pairs come together
 
@@ -62,18 +70,31 @@ def test_parts_of_a_study(sweep_file):
     }
     data = yaml.safe_load(sweep_file().read_text())
     file = sweep_file()
-    file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": parts}))
+    file.write_text(
+        yaml.safe_dump(
+            {k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": parts}
+        )
+    )
     spec = read_sweep(file)
     runs = plan_sweep(spec)
     names = "grpo-s0 grpo-sg-s0 grpo-s1 grpo-sg-s1 grpo+lr=0.1-s0 grpo+lr=0.01-s0"
     assert [r.run_dir.name for r in runs] == names.split()
-    assert [r.config.optimizer.weight_decay for r in runs] == [runs[0].config.optimizer.weight_decay] * 4 + [0.2] * 2
+    assert [r.config.optimizer.weight_decay for r in runs] == [
+        runs[0].config.optimizer.weight_decay
+    ] * 4 + [0.2] * 2
     assert runs[0].config.optimizer.weight_decay != 0.2 and all(r.config.steps == 2 for r in runs)
-    assert [r.run_dir.name for r in plan_sweep(spec, only=["rates"])] == ["grpo+lr=0.1-s0", "grpo+lr=0.01-s0"]
+    assert [r.run_dir.name for r in plan_sweep(spec, only=["rates"])] == [
+        "grpo+lr=0.1-s0",
+        "grpo+lr=0.01-s0",
+    ]
     with pytest.raises(UserError, match="no such part; did you mean 'rates'"):
         plan_sweep(spec, only=["rate"])
     clash = {"a": {"methods": ["grpo"]}, "b": {"methods": ["grpo"], "base": {"steps": 3}}}
-    file.write_text(yaml.safe_dump({k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": clash}))
+    file.write_text(
+        yaml.safe_dump(
+            {k: v for k, v in data.items() if k not in ("methods", "seeds")} | {"parts": clash}
+        )
+    )
     with pytest.raises(UserError, match="share the folder"):
         plan_sweep(read_sweep(file), only=["a"])
 
@@ -106,7 +127,8 @@ def test_a_run_of_other_settings_does_not_count_as_the_planned_one(sweep_file):
     data["base"].setdefault("optimizer", {})["lr"] = 0.25
     changed.write_text(yaml.safe_dump(data))
     with pytest.raises(
-        UserError, match=r"contains a run with other settings \(steps = 2, planned 3; optimizer\.lr = .*, planned 0\.25"
+        UserError,
+        match=r"contains a run with other settings \(steps = 2, planned 3; optimizer\.lr = .*, planned 0\.25",
     ):
         plan_sweep(read_sweep(changed))
 
@@ -157,7 +179,11 @@ def fake(sweep_file, monkeypatch):
 def test_a_failed_run_stops_no_other_and_waits_for_retry(fake):
     absent, stopped, good = runs = fake("error", "failed", "finished")
     ended = execute(runs, workers=2, threads=1)
-    assert ended == {absent: ("failed", "no such folder"), stopped: ("failed", "a rule"), good: ("finished", "")}
+    assert ended == {
+        absent: ("failed", "no such folder"),
+        stopped: ("failed", "a rule"),
+        good: ("finished", ""),
+    }
     again = execute([stopped, good], workers=1, threads=1)
     assert again == {stopped: ("failed", "a rule"), good: ("already finished", "")}
     update_run_info(good.run_dir, status="interrupted")
@@ -183,7 +209,13 @@ def test_an_interrupt_ends_the_active_runs_and_starts_no_other(fake):
 @pytest.mark.parametrize(
     ("status", "code", "text", "counted", "reason"),
     [
-        (None, 2, "view: x\nerror: task.path: none.parquet\nand more", "failed", "task.path: none.parquet"),
+        (
+            None,
+            2,
+            "view: x\nerror: task.path: none.parquet\nand more",
+            "failed",
+            "task.path: none.parquet",
+        ),
         (None, -9, "", "failed", "exit code -9"),
         ("running", -9, "", "interrupted", "exit code -9"),
         ("interrupted", 130, "view: sharpscope show", "interrupted", None),
@@ -194,7 +226,11 @@ def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
     (run,) = plan_sweep(read_sweep(sweep_file(methods=["grpo"])))
     if status:
         run.run_dir.mkdir(parents=True)
-        info = {"status": status, "steps_done": 1, "end": "a rule said so" if status == "failed" else None}
+        info = {
+            "status": status,
+            "steps_done": 1,
+            "end": "a rule said so" if status == "failed" else None,
+        }
         (run.run_dir / "run.json").write_text(json.dumps(info))
     found, why = ending(run, True, code, text)
     assert found == counted and (reason in why if reason else not why)
@@ -213,7 +249,9 @@ def test_a_run_that_another_process_holds_is_named(sweep_file):
     assert f"is being written by process {os.getpid()} on " in done.output
 
 
-def test_methods_and_seeds_make_a_sweep_that_is_resumed(tiny_policy: Path, tmp_path: Path, monkeypatch):
+def test_methods_and_seeds_make_a_sweep_that_is_resumed(
+    tiny_policy: Path, tmp_path: Path, monkeypatch
+):
     """Own weights with a label; repeating the command resumes what was interrupted."""
     monkeypatch.chdir(tmp_path)
     small = {**TOY, "steps": 1, "evaluation.every": 0, "probes.preset": "off"}

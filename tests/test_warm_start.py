@@ -17,7 +17,14 @@ from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl, truth
 from sharpscope.warm_start import demonstrations as room
 from sharpscope.warm_start import pretraining, warm_start
 from sharpscope.warm_start.__main__ import main
-from sharpscope.warm_start.pretraining import MOMENTUM, accumulate, muon_step, orthogonal, settings_of, tokenized
+from sharpscope.warm_start.pretraining import (
+    MOMENTUM,
+    accumulate,
+    muon_step,
+    orthogonal,
+    settings_of,
+    tokenized,
+)
 from tests.models import tiny_model
 
 SMALL = {"corpus": 10, "batch": 8, "micro_tokens": 400, "questions": 20}
@@ -38,17 +45,25 @@ def test_what_is_written_loads_and_says_how_it_was_made(made):
     written = json.loads((folder / "warm_start.json").read_text())
     assert written["spec"] == json.loads(json.dumps(settings_of("math") | SMALL | {"steps": 30}))
     assert written["parameters"] == model.num_parameters() == summary["parameters"] == 179_200
-    assert (folder / "tokenizer.json").read_bytes() == (embedded_policy("math") / "tokenizer.json").read_bytes()
+    assert (folder / "tokenizer.json").read_bytes() == (
+        embedded_policy("math") / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_the_same_seed_gives_the_same_weights_bit_for_bit(made, tmp_path):
     folder, _ = made
     warm_start("math", tmp_path / "again", **SMALL, steps=30)
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
+    assert (tmp_path / "again/model.safetensors").read_bytes() == (
+        folder / "model.safetensors"
+    ).read_bytes()
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pretraining, "settings_of", lambda name: settings_of(name) | SMALL | {"steps": 2, "worlds": 1})
+    monkeypatch.setattr(
+        pretraining,
+        "settings_of",
+        lambda name: settings_of(name) | SMALL | {"steps": 2, "worlds": 1},
+    )
     main(["tool_qa", "--out", str(tmp_path / "new"), "--threads", "1"])
     assert "update 2 of 2: loss " in capsys.readouterr().out
     with pytest.raises(UserError, match="not an empty folder"):
@@ -62,7 +77,10 @@ def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
         ([5, 6, 7, 8, 9, 1], [-100, -100, -100, 8, 9, 1]),
         ([5, 6, 1], [-100, 6, 1]),
         ([9, 8, 7, 6, 5, 1], [-100, -100, -100, -100, 5, 1]),
-        ([3, 4, 10, 11, 12, 13, 1], [-100, -100, 10, -100, -100, 13, 1]),  # 11 and 12 are what an environment said
+        (
+            [3, 4, 10, 11, 12, 13, 1],
+            [-100, -100, 10, -100, -100, 13, 1],
+        ),  # 11 and 12 are what an environment said
     ]
     model = tiny_model("qwen2")
     tokens = wanted = 0
@@ -76,7 +94,9 @@ def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     for most in (1, 12, 100):
         model.zero_grad()
-        assert accumulate(model, rows, most) == pytest.approx(float(wanted.detach() / tokens), rel=1e-12)
+        assert accumulate(model, rows, most) == pytest.approx(
+            float(wanted.detach() / tokens), rel=1e-12
+        )
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
 
@@ -88,7 +108,8 @@ def test_orthogonal_keeps_singular_vectors_and_evens_out_singular_values():
     generator = torch.Generator().manual_seed(0)
     matrices = torch.randn(3, 5, 9, generator=generator, dtype=torch.float64)
     left, values, right = torch.linalg.svd(matrices, full_matrices=False)
-    inside = left.mT @ orthogonal(matrices) @ right.mT  # (3, 5, 5), diagonal if the singular vectors are kept
+    # (3, 5, 5), diagonal if the singular vectors are kept
+    inside = left.mT @ orthogonal(matrices) @ right.mT
     off = inside - torch.diag_embed(inside.diagonal(dim1=1, dim2=2))
     assert off.abs().max() < 1e-9
     flat = inside.diagonal(dim1=1, dim2=2)
@@ -99,7 +120,9 @@ def test_orthogonal_keeps_singular_vectors_and_evens_out_singular_values():
 @pytest.mark.parametrize("shape", [(4, 4), (3, 6), (6, 3)])
 def test_a_muon_step_by_hand(shape):
     generator = torch.Generator().manual_seed(1)
-    start, first, second = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    start, first, second = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)
+    )
     matrix, found = start.clone().requires_grad_(), torch.zeros(shape, dtype=torch.float64)
     expected, average = start.clone(), torch.zeros(shape, dtype=torch.float64)
     for gradient in (first, second):
@@ -120,7 +143,10 @@ def test_a_muon_step_by_hand(shape):
 @pytest.fixture(scope="module")
 def pools():
     """Puzzles by number of people."""
-    specs = {people: KnightsKnavesSpec(people=people, train_size=15, heldout_size=0, seed=4) for people in (2, 3, 4)}
+    specs = {
+        people: KnightsKnavesSpec(people=people, train_size=15, heldout_size=0, seed=4)
+        for people in (2, 3, 4)
+    }
     return {people: make_task(spec).splits()["train"] for people, spec in specs.items()}
 
 
@@ -129,7 +155,11 @@ def pools():
     [
         (("<=>", ("lying", 0), ("telling-truth", 1)), "Ava knave no iff Leo knight no", True),
         (("or", ("lying", 0), ("telling-truth", 1)), "Ava knave no or Leo knight no", False),
-        (("not", ("or", ("lying", 0), ("telling-truth", 1))), "not (Ava knave no or Leo knight no)", True),
+        (
+            ("not", ("or", ("lying", 0), ("telling-truth", 1))),
+            "not (Ava knave no or Leo knight no)",
+            True,
+        ),
         (("not", ("not", ("lying", 1))), "Leo knave yes", True),
     ],
 )
@@ -139,7 +169,9 @@ def test_a_statement_is_judged_claim_by_claim(statement, text, value):
 
 
 @pytest.mark.parametrize("chat_share", [0.0, 1.0])
-def test_every_demonstration_earns_the_full_reward_and_its_reasoning_ends_at_the_solution(pools, chat_share):
+def test_every_demonstration_earns_the_full_reward_and_its_reasoning_ends_at_the_solution(
+    pools, chat_share
+):
     spec = {"weights": {2: 1, 3: 1, 4: 1}, "guess_share": 0.5, "chat_share": chat_share, "seed": 0}
     stream = room.puzzle_demonstrations(pools, spec)
     styles = set()
@@ -190,7 +222,9 @@ def test_conversations_are_what_the_task_would_have_said():
     examples = {example.prompt: example for example, _ in asked[:8]}  # those of the first world
     tokenizer = PreTrainedTokenizerFast.from_pretrained(embedded_policy("tool_qa"))
     styles = set()
-    for demonstration in islice(room.tool_demonstrations(asked[:8], {"guess_share": 0.5, "seed": 0}), 40):
+    for demonstration in islice(
+        room.tool_demonstrations(asked[:8], {"guess_share": 0.5, "seed": 0}), 40
+    ):
         example, (first, *later) = examples[demonstration.prompt], demonstration.turns
         text = first
         for reply, turn in zip(later[::2], later[1::2], strict=True):
@@ -198,12 +232,17 @@ def test_conversations_are_what_the_task_would_have_said():
             text += reply + turn
         assert task.respond(example, text) is None
         reward = task.score(example, text)
-        assert reward.total == reward.parts["searches"] == bool(later) and reward.parts["format"] == 1.0
+        assert (
+            reward.total == reward.parts["searches"] == bool(later)
+            and reward.parts["format"] == 1.0
+        )
         styles.add(bool(later))
         # turns are tokenized one by one, and replies are not imitated
         ids, labels = tokenized(tokenizer, demonstration)
         assert tokenizer.decode(ids) == demonstration.prompt + text + tokenizer.eos_token
-        assert tokenizer.decode([label for label in labels if label >= 0][:-1]) == "".join([first, *later[1::2]])
+        assert tokenizer.decode([label for label in labels if label >= 0][:-1]) == "".join(
+            [first, *later[1::2]]
+        )
         assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
     assert styles == {True, False}
 
@@ -211,5 +250,9 @@ def test_conversations_are_what_the_task_would_have_said():
 @pytest.mark.parametrize("name", ["math", "tool_qa"])
 def test_what_is_held_out_is_never_shown(name):
     train = {d.prompt for d in islice(room.demonstrations(name, settings_of(name) | SMALL), 300)}
-    held = MathSpec(families=("arithmetic", "linear", "modular"), seed=7) if name == "math" else ToolQaSpec()
+    held = (
+        MathSpec(families=("arithmetic", "linear", "modular"), seed=7)
+        if name == "math"
+        else ToolQaSpec()
+    )
     assert not train & {example.prompt for example in make_task(held).splits()["heldout"]}

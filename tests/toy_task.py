@@ -39,7 +39,9 @@ def only_train():
 def always_nan():
     """As `vowels`, but no reward is a number."""
     splits, score = vowels()
-    return splits, lambda example, completion: Reward(float("nan"), {}, score(example, completion).correct)
+    return splits, lambda example, completion: Reward(
+        float("nan"), {}, score(example, completion).correct
+    )
 
 
 def always_wrong():

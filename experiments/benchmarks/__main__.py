@@ -26,32 +26,52 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "shares": lambda o: measures.shares(o.model, o.repeats, o.size, o.length),
     "surface": lambda o: measures.surface(o.model, o.repeats, o.prompts, o.length),
     "growth": lambda o: measures.growth(
-        o.repeats, o.axis or list(measures.LIMITS), ["0.9m"] if o.quick else o.shape or ["0.9m"], o.out, o.quick
+        o.repeats,
+        o.axis or list(measures.LIMITS),
+        ["0.9m"] if o.quick else o.shape or ["0.9m"],
+        o.out,
+        o.quick,
     ),
     "diagnose": lambda o: analysis.diagnose(20 if o.quick else 10_000),
     "analyze": lambda o: analysis.analyze(),
     "startup": lambda o: training.startup(o.repeats),
     "fsdp": lambda o: memory.fsdp(),
-    "gpu": lambda o: gpu.gpu(o.minutes, o.shape or ["0.5b", "1.5b", "3b"], o.size, o.length, min(o.steps, 11)),
+    "gpu": lambda o: gpu.gpu(
+        o.minutes, o.shape or ["0.5b", "1.5b", "3b"], o.size, o.length, min(o.steps, 11)
+    ),
 }
 QUICK = {"steps": 2, "size": 4, "repeats": 1, "length": 32, "prompts": 4, "shape": ["tiny"]}
 
 
 def main() -> None:
     """Run the benchmarks that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="+", choices=BENCHMARKS, metavar="NAME")
-    parser.add_argument("--model", default="embedded:math", help=f"folder, embedded:NAME or {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--model", default="embedded:math", help=f"folder, embedded:NAME or {', '.join(SHAPES)}"
+    )
     parser.add_argument("--task", default="math", help="task of `generation`")
     parser.add_argument("--steps", type=int, default=30, help="measured steps")
-    parser.add_argument("--size", type=int, default=8, help="prompts of a step, completions of each, and rows")
-    parser.add_argument("--tokens", type=int, action="append", help="of a completion, for `step`; may be repeated")
+    parser.add_argument(
+        "--size", type=int, default=8, help="prompts of a step, completions of each, and rows"
+    )
+    parser.add_argument(
+        "--tokens", type=int, action="append", help="of a completion, for `step`; may be repeated"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--prompts", type=int, default=128, help="prompts of `surface`")
-    parser.add_argument("--repeats", type=int, default=3, help="measurements, of which the median counts")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="measurements, of which the median counts"
+    )
     parser.add_argument("--minutes", type=float, default=8, help="time for `gpu`")
-    parser.add_argument("--shape", action="append", choices=SHAPES, help="of `gpu` and `growth`; may be repeated")
-    parser.add_argument("--axis", action="append", choices=measures.LIMITS, help="of `growth`; may be repeated")
+    parser.add_argument(
+        "--shape", action="append", choices=SHAPES, help="of `gpu` and `growth`; may be repeated"
+    )
+    parser.add_argument(
+        "--axis", action="append", choices=measures.LIMITS, help="of `growth`; may be repeated"
+    )
     parser.add_argument("--threads", type=int, default=None, help="CPU threads")
     parser.add_argument("--out", type=Path, default=None, help="PNG file for `growth`")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does it run?")

@@ -49,11 +49,22 @@ def analyze(runs: Path | None = None) -> list[Row]:
     """`analyze` of one run of the example, and of all runs of a folder (data/reference)."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        one, note = _seconds(["analyze", str(ROOT / "data" / "example" / "sums"), "--out", "one"], folder)
+        one, note = _seconds(
+            ["analyze", str(ROOT / "data" / "example" / "sums"), "--out", "one"], folder
+        )
         rows.append(Row("`analyze` of one run", one, "s", "≤ 8", "≤ 4", note))
         data = runs or ROOT / "data" / "reference"
         many, note = _seconds(["analyze", str(data.resolve()), "--out", "many"], folder)
-        rows.append(Row(f"`analyze` of {data.name}", many, "s", "≤ 40", "≤ 20", f"105 runs in data/reference; {note}"))
+        rows.append(
+            Row(
+                f"`analyze` of {data.name}",
+                many,
+                "s",
+                "≤ 40",
+                "≤ 20",
+                f"105 runs in data/reference; {note}",
+            )
+        )
     return rows
 
 
@@ -65,7 +76,10 @@ def generation(model: str, task: str, repeats: int, size: int) -> list[Row]:
     shape = [] if size == 8 else [f"rollout.prompts_per_step={size}", f"rollout.group_size={size}"]
     config = build_config(None, [f"task.kind={task}", f"policy.model={model}", *shape])
     policy, spec = load_policy(config.policy), config.rollout
-    examples, size = make_task(config.task).splits()["train"][: spec.prompts_per_step], spec.group_size
+    examples, size = (
+        make_task(config.task).splits()["train"][: spec.prompts_per_step],
+        spec.group_size,
+    )
     prompts = render_prompts(with_openings(examples, policy), policy)
     drawn = {"ours": 0, "theirs": 0}
 
@@ -75,7 +89,12 @@ def generation(model: str, task: str, repeats: int, size: int) -> list[Row]:
 
     def theirs() -> None:
         ids, present = (x.repeat_interleave(size, 0) for x in left_pad(prompts, policy.pad_id))
-        sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "pad_token_id": policy.pad_id}
+        sampling = {
+            "do_sample": True,
+            "temperature": spec.temperature,
+            "top_k": 0,
+            "pad_token_id": policy.pad_id,
+        }
         out = policy.model.generate(
             input_ids=ids, attention_mask=present, max_new_tokens=spec.max_new_tokens, **sampling
         )

@@ -32,8 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.cache import cache_keyword
-from sharpscope.probes import attribute, score_norms
-from sharpscope.probes.token_gradients import norms
+from sharpscope.tokens import attribute, norms, score_norms
 
 VOCAB = 64
 TEMPERATURE = 1.3  # other than 1, so that its place in every formula counts
@@ -42,7 +41,9 @@ TOLERANCE = 1e-4  # many models cast norms, routers or a softmax to float32, whi
 MOST_PARAMETERS = 8_000_000
 
 _TABLES = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-SIZES: dict[str, int] = {field: value for value, fields in _TABLES["sizes"].items() for field in fields.split()}
+SIZES: dict[str, int] = {
+    field: value for value, fields in _TABLES["sizes"].items() for field in fields.split()
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     name: values for names, values in _TABLES["special"].items() for name in names.split()
 }
@@ -60,17 +61,27 @@ def _tiny(kind: type[PreTrainedConfig], name: str) -> PreTrainedConfig:
     chosen = {
         key: value
         for key, value in SIZES.items()
-        if key in known and key not in default.attribute_map and not (known[key] is None and key in OPTIONAL)
+        if key in known
+        and key not in default.attribute_map
+        and not (known[key] is None and key in OPTIONAL)
     }
-    patterns = {key: list(dict.fromkeys(known[key])) for key in PATTERNS if isinstance(known.get(key), list)}
+    patterns = {
+        key: list(dict.fromkeys(known[key])) for key in PATTERNS if isinstance(known.get(key), list)
+    }
     depth = max([2, *map(len, patterns.values())])
     for key, distinct in patterns.items():
         chosen[key] = [distinct[i % len(distinct)] for i in range(depth)]
-    chosen |= {key: depth for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers") if key in chosen}
+    chosen |= {
+        key: depth
+        for key in ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+        if key in chosen
+    }
     for key in NESTED:
         if isinstance(inner := getattr(default, key, None), PreTrainedConfig):
             chosen[key] = _tiny(type(inner), f"{name}.{key}").to_dict()
-    for place, key in enumerate(("image_token_id", "image_token_index", "video_token_id", "audio_token_id")):
+    for place, key in enumerate(
+        ("image_token_id", "image_token_index", "video_token_id", "audio_token_id")
+    ):
         if isinstance(known.get(key), int):
             chosen[key] = 4 + place
     if "is_decoder" in known:
@@ -129,14 +140,23 @@ def gradients(model: Any, parameters: list[Tensor], *, cached: bool = False) -> 
             past = None
             if cached and place > 1:
                 with torch.no_grad():
-                    past = model(input_ids=ids[:, : place - 1], use_cache=True)[cache_keyword(model)]
-            given = {cache_keyword(model): past, "use_cache": True} if cached else {"use_cache": False}
+                    past = model(input_ids=ids[:, : place - 1], use_cache=True)[
+                        cache_keyword(model)
+                    ]
+            given = (
+                {cache_keyword(model): past, "use_cache": True} if cached else {"use_cache": False}
+            )
             logits = model(input_ids=ids[:, place - 1 : place] if cached else ids, **given).logits
             if logits.shape[-1] != VOCAB:
                 raise ValueError(f"its logits have the shape {tuple(logits.shape)}")
-            logp = torch.log_softmax(logits[0, -1 if cached else place - 1] / TEMPERATURE, -1)[ids[0, place]]
+            logp = torch.log_softmax(logits[0, -1 if cached else place - 1] / TEMPERATURE, -1)[
+                ids[0, place]
+            ]
             parts = torch.autograd.grad(logp, parameters, allow_unused=True)
-            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(parts, parameters, strict=True)]
+            flat = [
+                torch.zeros_like(p) if g is None else g
+                for g, p in zip(parts, parameters, strict=True)
+            ]
             found.append(torch.cat([g.reshape(-1).double() for g in flat]))
     return torch.stack(found)
 
@@ -158,20 +178,34 @@ def measured(check: str, model: PreTrainedModel, truth: Tensor) -> float:
     picked = mask.bool()
     if check == "shares":
         coef = torch.zeros(ids.shape, dtype=torch.float64)
-        coef[picked] = torch.randn(len(truth), generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        coef[picked] = torch.randn(
+            len(truth), generator=torch.Generator().manual_seed(2), dtype=torch.float64
+        )
         total = coef[picked] @ truth
         expected = coef[picked] * (truth @ total) / total.square().sum()
-        found = attribute(model, ids, mask, coef.to(model.dtype), None, attention, TEMPERATURE)[picked].double()
-        return max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(expected.abs().max())
+        found = attribute(model, ids, mask, coef.to(model.dtype), None, attention, TEMPERATURE)[
+            picked
+        ].double()
+        return max(float((found - expected).abs().max()), abs(float(found.sum()) - 1)) / float(
+            expected.abs().max()
+        )
     norms = score_norms(model, ids, mask, check, attention, TEMPERATURE)  # type: ignore[arg-type]
-    return float(((norms.values[picked].double() - truth.norm(dim=1)).abs() / truth.norm(dim=1)).max())
+    return float(
+        ((norms.values[picked].double() - truth.norm(dim=1)).abs() / truth.norm(dim=1)).max()
+    )
 
 
 def one_line(problem: BaseException) -> str:
     """Type and message, and where in the package it was raised."""
-    frames = [f for f in traceback.extract_tb(problem.__traceback__) if f"{os.sep}sharpscope{os.sep}" in f.filename]
+    frames = [
+        f
+        for f in traceback.extract_tb(problem.__traceback__)
+        if f"{os.sep}sharpscope{os.sep}" in f.filename
+    ]
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(problem).__name__}: {textwrap.shorten(str(problem), 200, placeholder=' …')}{place}"
+    return (
+        f"{type(problem).__name__}: {textwrap.shorten(str(problem), 200, placeholder=' …')}{place}"
+    )
 
 
 def examine(name: str) -> dict[str, str]:
@@ -180,7 +214,10 @@ def examine(name: str) -> dict[str, str]:
     try:
         config = tiny_config(name)
         with torch.device("meta"):
-            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters())
+            size = sum(
+                p.numel()
+                for p in AutoModelForCausalLM.from_config(copy.deepcopy(config)).parameters()
+            )
         if size > MOST_PARAMETERS:
             return {"reason": f"no tiny configuration: {size:,} parameters at least"}
         torch.manual_seed(0)
@@ -199,7 +236,11 @@ def examine(name: str) -> dict[str, str]:
     except Exception as problem:
         cells["local"] = "–"
         notes.append(f"local: no step from a cache ({one_line(problem)})")
-    model = AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation="eager").double().eval()
+    model = (
+        AutoModelForCausalLM.from_config(copy.deepcopy(config), experts_implementation="eager")
+        .double()
+        .eval()
+    )
     model.load_state_dict(slow.state_dict())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for check in (check for check in CHECKS if check not in cells):
@@ -232,7 +273,11 @@ def apart(name: str, limit: float = 900.0) -> dict[str, str]:
     child.start()
     there.close()
     try:
-        return here.recv() if here.poll(limit) else {"reason": f"**crash**: no result within {limit:g} s"}
+        return (
+            here.recv()
+            if here.poll(limit)
+            else {"reason": f"**crash**: no result within {limit:g} s"}
+        )
     except EOFError:
         return {"reason": "**crash** of the process"}
     finally:
@@ -261,18 +306,27 @@ def table(found: dict[str, dict[str, str]]) -> str:
         torch=torch.__version__.partition("+")[0],
         vocab=VOCAB,
     )
-    lines = [f"| architecture | {' | '.join(CHECKS)} | remarks |", "|---|" + "---|" * (len(CHECKS) + 1)]
+    lines = [
+        f"| architecture | {' | '.join(CHECKS)} | remarks |",
+        "|---|" + "---|" * (len(CHECKS) + 1),
+    ]
     for name, cells in found.items():
         values = [cells.get(check, "–") for check in CHECKS]
-        note = cells.get("reason", cells.get("remarks", "")).replace("<", "&lt;").replace("|", "\\|")
+        note = (
+            cells.get("reason", cells.get("remarks", "")).replace("<", "&lt;").replace("|", "\\|")
+        )
         lines.append(f"| {name} | {' | '.join(values)} | {note} |")
     return text + "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Run the architectures that are asked for; the exit status is 1 if any crashed or gave a wrong number."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, metavar="NAME")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", choices=MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, metavar="NAME"
+    )
     parser.add_argument("--out", type=Path, help="write the table to this Markdown file")
     options = parser.parse_args()
     torch.set_num_threads(1)  # before the first fork

@@ -24,12 +24,54 @@ from sharpscope.policy import load_policy
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {"layers": 2, "width": 32, "heads": 4, "key_heads": 2, "feed_forward": 48, "vocabulary": 512},
-    "0.9m": {"layers": 4, "width": 128, "heads": 4, "key_heads": 4, "feed_forward": 384, "vocabulary": 624},
-    "135m": {"layers": 30, "width": 576, "heads": 9, "key_heads": 3, "feed_forward": 1536, "vocabulary": 49_152},
-    "0.5b": {"layers": 24, "width": 896, "heads": 14, "key_heads": 2, "feed_forward": 4864, "vocabulary": 151_936},
-    "1.5b": {"layers": 28, "width": 1536, "heads": 12, "key_heads": 2, "feed_forward": 8960, "vocabulary": 151_936},
-    "3b": {"layers": 36, "width": 2048, "heads": 16, "key_heads": 2, "feed_forward": 11_008, "vocabulary": 151_936},
+    "tiny": {
+        "layers": 2,
+        "width": 32,
+        "heads": 4,
+        "key_heads": 2,
+        "feed_forward": 48,
+        "vocabulary": 512,
+    },
+    "0.9m": {
+        "layers": 4,
+        "width": 128,
+        "heads": 4,
+        "key_heads": 4,
+        "feed_forward": 384,
+        "vocabulary": 624,
+    },
+    "135m": {
+        "layers": 30,
+        "width": 576,
+        "heads": 9,
+        "key_heads": 3,
+        "feed_forward": 1536,
+        "vocabulary": 49_152,
+    },
+    "0.5b": {
+        "layers": 24,
+        "width": 896,
+        "heads": 14,
+        "key_heads": 2,
+        "feed_forward": 4864,
+        "vocabulary": 151_936,
+    },
+    "1.5b": {
+        "layers": 28,
+        "width": 1536,
+        "heads": 12,
+        "key_heads": 2,
+        "feed_forward": 8960,
+        "vocabulary": 151_936,
+    },
+    "3b": {
+        "layers": 36,
+        "width": 2048,
+        "heads": 16,
+        "key_heads": 2,
+        "feed_forward": 11_008,
+        "vocabulary": 151_936,
+    },
 }
 """Sizes of the embedded policy (0.9m), SmolLM2 (135m) and Qwen2.5 models, with tied embeddings; `tiny` is for tests."""
 FIELDS = {
@@ -95,7 +137,9 @@ def peak(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events = profiled.profiler.kineto_results.events()  # type: ignore[union-attr]
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    changes = sorted(
+        (event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"
+    )
     return int(max(itertools.accumulate(size for _, size in changes), default=0))
 
 
@@ -108,13 +152,22 @@ def _status(field: str) -> int:
 def child(arguments: Sequence[str], folder: str) -> tuple[float, float, str]:
     """Wall and processor seconds and output of a Python process, as a new user would start it."""
     unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
-    environment = {name: value for name, value in os.environ.items() if name not in unset} | {"PYTHONPATH": str(ROOT)}
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | {
+        "PYTHONPATH": str(ROOT)
+    }
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    if done.returncode not in (0, 1, 2):  # 1: diagnose has found something; 2: a mistake was refused
+    # 1: diagnose has found something; 2: a mistake was refused
+    if done.returncode not in (
+        0,
+        1,
+        2,
+    ):
         raise RuntimeError(f"{' '.join(arguments[:3])}: {done.stderr[-300:]}")
     return time.perf_counter() - began, cpu, done.stdout
 
@@ -137,13 +190,17 @@ def costs(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, 
     }
 
 
-def random_model(shape: Mapping[str, int], dtype: torch.dtype = torch.float32, device: str = "cpu") -> nn.Module:
+def random_model(
+    shape: Mapping[str, int], dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> nn.Module:
     """A randomly initialized Qwen2 in eval mode, its embeddings tied; what `shape` leaves out is as in the embedded policy."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     fields = {name: (SHAPES["0.9m"] | dict(shape))[short] for short, name in FIELDS.items()}
     special = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1}
-    config = Qwen2Config(**fields, **special, tie_word_embeddings=True, max_position_embeddings=4096)
+    config = Qwen2Config(
+        **fields, **special, tie_word_embeddings=True, max_position_embeddings=4096
+    )
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=dtype)
@@ -161,13 +218,17 @@ def random_rows(model: nn.Module, rows: int, length: int, seed: int = 0) -> tupl
     """Random tokens (rows, length) and a mask that marks all but the first of each row."""
     device = next(model.parameters()).device
     size = int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    ids = torch.randint(2, size, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
+    ids = torch.randint(2, size, (rows, length), generator=torch.Generator().manual_seed(seed)).to(
+        device
+    )
     mask = torch.ones_like(ids)
     mask[:, 0] = 0
     return ids, mask
 
 
-def plain_gradient(model: nn.Module, ids: Tensor, microbatch: int | None = None) -> Callable[[], None]:
+def plain_gradient(
+    model: nn.Module, ids: Tensor, microbatch: int | None = None
+) -> Callable[[], None]:
     """A forward and backward pass of the mean negative log-likelihood, in plain PyTorch, in microbatches of about 1,024 tokens."""
     microbatch = microbatch or max(8, 1024 // ids.shape[1])
 
@@ -204,7 +265,9 @@ def table(rows: Sequence[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     for row in rows:
-        lines.append(f"| {row.measure} | {row.value:.3g} {row.unit} | {row.required} | {row.stretch} | {row.note} |")
+        lines.append(
+            f"| {row.measure} | {row.value:.3g} {row.unit} | {row.required} | {row.stretch} | {row.note} |"
+        )
     return "\n".join(lines) + "\n"
 
 

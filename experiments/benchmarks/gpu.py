@@ -17,7 +17,7 @@ import torch
 import sharpscope
 from experiments.benchmarks.common import SHAPES, Row, cost, random_model, random_rows
 from sharpscope.config.run import RecordingSpec
-from sharpscope.probes import score_norms
+from sharpscope.tokens import score_norms
 from sharpscope.traces import load_run
 
 NEVER = {f"{name}_every": 0 for name in ("token_gradients", "rotation", "heldout_influence")}
@@ -31,7 +31,9 @@ MODES: dict[str, dict[str, Any] | None] = {
 """What is recorded -> fields of `recording`; every training has a planted spike."""
 
 
-def gpu(minutes: float, shapes: list[str], rows: int = 8, length: int = 512, steps: int = 11) -> list[Row]:
+def gpu(
+    minutes: float, shapes: list[str], rows: int = 8, length: int = 512, steps: int = 11
+) -> list[Row]:
     """All rows of the shapes for which there is time; what is left out is said."""
     ends, found = time.perf_counter() + 60 * minutes, []
     for shape in shapes:
@@ -39,13 +41,24 @@ def gpu(minutes: float, shapes: list[str], rows: int = 8, length: int = 512, ste
         try:
             found += _shape(shape, rows, length, steps)
         except torch.OutOfMemoryError as problem:
-            found.append(Row(f"{shape}: out of memory", float("nan"), "", note=str(problem).splitlines()[0][:100]))
+            found.append(
+                Row(
+                    f"{shape}: out of memory",
+                    float("nan"),
+                    "",
+                    note=str(problem).splitlines()[0][:100],
+                )
+            )
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         left, took = ends - time.perf_counter(), time.perf_counter() - began
         if left < 3 * took and shape != shapes[-1]:
             after = ", ".join(shapes[shapes.index(shape) + 1 :])
-            found.append(Row(f"not measured: {after}", float("nan"), "", note=f"{left / 60:.1f} minutes left"))
+            found.append(
+                Row(
+                    f"not measured: {after}", float("nan"), "", note=f"{left / 60:.1f} minutes left"
+                )
+            )
             break
     return found
 
@@ -55,10 +68,18 @@ def _shape(shape: str, rows: int, length: int, steps: int) -> list[Row]:
     found, ended, seconds = [], {}, {}
     for mode, recording in MODES.items():
         with tempfile.TemporaryDirectory() as folder:
-            one, weights = _train(shape, device, recording, Path(folder) / "run", rows, length, steps)
+            one, weights = _train(
+                shape, device, recording, Path(folder) / "run", rows, length, steps
+            )
             seconds[mode], ended[mode] = one.wall, weights
             if recording is None:
-                found.append(Row(f"{shape}: {steps} steps of {rows} × {length} tokens, not recorded", one.wall, "s"))
+                found.append(
+                    Row(
+                        f"{shape}: {steps} steps of {rows} × {length} tokens, not recorded",
+                        one.wall,
+                        "s",
+                    )
+                )
                 base = one
                 continue
             share = 100 * (one.wall / seconds["off"] - 1)
@@ -66,20 +87,39 @@ def _shape(shape: str, rows: int, length: int, steps: int) -> list[Row]:
             equal = all(map(torch.equal, ended["off"], weights))
             note = f"{extra:.2f} GiB more memory; weights {'equal' if equal else 'NOT equal'} bit for bit"
             required = "≤ 3" if mode == "coefficients" else ""
-            found.append(Row(f"{shape}: {mode}, beyond not recorded", share, "%", required, "", note))
+            found.append(
+                Row(f"{shape}: {mode}, beyond not recorded", share, "%", required, "", note)
+            )
             if mode == "coefficients":
                 tokens = load_run(Path(folder) / "run").rows("tokens")
-                size = sum(f.stat().st_size for f in (Path(folder) / "run").glob("traces/tokens/*.parquet"))
+                size = sum(
+                    f.stat().st_size for f in (Path(folder) / "run").glob("traces/tokens/*.parquet")
+                )
                 limit = RecordingSpec().token_rows
                 gigabytes = size / tokens * limit * 1000 / 1e9
                 note = f"{size / tokens:.0f} bytes a token; {limit:,} tokens of a step are written, spikes whole"
-                found.append(Row(f"{shape}: Parquet of 1,000 steps of 2 million tokens", gigabytes, "GB", "", "", note))
+                found.append(
+                    Row(
+                        f"{shape}: Parquet of 1,000 steps of 2 million tokens",
+                        gigabytes,
+                        "GB",
+                        "",
+                        "",
+                        note,
+                    )
+                )
             del weights
     return [*found, *_norms(shape, device, length)]
 
 
 def _train(
-    shape: str, device: str, recording: dict[str, Any] | None, out: Path, rows: int, length: int, steps: int
+    shape: str,
+    device: str,
+    recording: dict[str, Any] | None,
+    out: Path,
+    rows: int,
+    length: int,
+    steps: int,
 ) -> tuple[Any, list[torch.Tensor]]:
     """The cost of a training, and its final weights on the CPU."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -107,7 +147,9 @@ def _train(
             planted = 30.0 if step == steps - 2 else 1.0
             loss = -planted * (advantage * logp * mask[:, 1:]).sum() / mask.sum()
             if recorder is not None:
-                recorder.tokens(logp, ids, mask, advantages=advantage[:, 0], rewards=advantage[:, 0])
+                recorder.tokens(
+                    logp, ids, mask, advantages=advantage[:, 0], rewards=advantage[:, 0]
+                )
             loss.backward()
             if recorder is not None:
                 recorder.step(loss)
@@ -132,9 +174,7 @@ def _norms(shape: str, device: str, length: int) -> list[Row]:
     ratio = (local.double() / exact.double()).cpu()
     ranks = torch.stack([x.double().cpu().argsort().argsort().double() for x in (local, exact)])
     rank = float(torch.corrcoef(ranks)[0, 1])
-    note = (
-        f"rank correlation {rank:.3f}; 10 to 90 % of the tokens: {ratio.quantile(0.1):.3f} to {ratio.quantile(0.9):.3f}"
-    )
+    note = f"rank correlation {rank:.3f}; 10 to 90 % of the tokens: {ratio.quantile(0.1):.3f} to {ratio.quantile(0.9):.3f}"
     what = f"{shape}: local norm in {str(dtype).removeprefix('torch.')} over exact, median of {len(ratio)} tokens"
     return [Row(what, float(ratio.median()), "×", "", "", note)]
 

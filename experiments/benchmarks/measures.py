@@ -28,8 +28,9 @@ from experiments.benchmarks.common import (
     random_model,
     random_rows,
 )
-from sharpscope.probes import Objective, attribute, lm_surface, logp_gradient, score_norms, sharpness
-from sharpscope.probes.language_model import token_batch
+from sharpscope.surface import Objective, lm_surface, sharpness
+from sharpscope.surface.language_model import token_batch
+from sharpscope.tokens import attribute, logp_gradient, score_norms
 
 
 def norms(model_name: str, repeats: int, length: int) -> list[Row]:
@@ -40,11 +41,27 @@ def norms(model_name: str, repeats: int, length: int) -> list[Row]:
     gradient()  # allocates the gradient, which then counts as held
     score_norms(model, ids[:, :16], mask[:, :16])  # the self-check
     found = costs({"pass": gradient, "norms": lambda: score_norms(model, ids, mask)}, repeats)
-    extra, plain = (peak(work) / 2**30 for work in (lambda: score_norms(model, ids, mask), gradient))
+    extra, plain = (
+        peak(work) / 2**30 for work in (lambda: score_norms(model, ids, mask), gradient)
+    )
     ratio, note = found["norms"].over(found["pass"]), f"{length} tokens; {described(model)}"
     return [
-        Row("local norms of all tokens, forward and backward passes", ratio, "passes", "≤ 0.9", "≤ 0.6", note),
-        Row("their memory above weights and gradient", extra, "GiB", "≤ 0.7", "", f"{note}; the pass {plain:.2f} GiB"),
+        Row(
+            "local norms of all tokens, forward and backward passes",
+            ratio,
+            "passes",
+            "≤ 0.9",
+            "≤ 0.6",
+            note,
+        ),
+        Row(
+            "their memory above weights and gradient",
+            extra,
+            "GiB",
+            "≤ 0.7",
+            "",
+            f"{note}; the pass {plain:.2f} GiB",
+        ),
     ]
 
 
@@ -79,10 +96,23 @@ def shares(model_name: str, repeats: int, rows: int, length: int) -> list[Row]:
         "shares": lambda: attribute(model, ids, mask, coef),
     }
     found = costs(works, repeats)
-    beyond = Cost(found["shares"].cpu - found["gradient"].cpu, found["shares"].wall - found["gradient"].wall, 0)
+    beyond = Cost(
+        found["shares"].cpu - found["gradient"].cpu,
+        found["shares"].wall - found["gradient"].wall,
+        0,
+    )
     note = f"{rows} × {length} tokens; {described(model)}"
     ratio = beyond.over(found["forward"])
-    return [Row("shares of one update beyond the gradient, forward passes", ratio, "passes", "≤ 2.5", "≤ 2.1", note)]
+    return [
+        Row(
+            "shares of one update beyond the gradient, forward passes",
+            ratio,
+            "passes",
+            "≤ 2.5",
+            "≤ 2.1",
+            note,
+        )
+    ]
 
 
 def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Row]:
@@ -103,16 +133,31 @@ def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Ro
         with torch.enable_grad():
             found = costs({"gradient": gradient, "sam": sam}, repeats)
         passes = found["sam"].over(found["gradient"])
-        rows.append(Row("SAM with a standard error, forward and backward passes", passes, "passes", "≤ 4", "≤ 3", note))
+        rows.append(
+            Row(
+                "SAM with a standard error, forward and backward passes",
+                passes,
+                "passes",
+                "≤ 4",
+                "≤ 3",
+                note,
+            )
+        )
         few = objective.rows(torch.arange(min(8, prompts)))
     with lm_surface(model, few, check="off") as measured:
         vector = torch.randn(sum(p.numel() for p in measured.parameters))
         hessian = measured.hessian()
-        works = {"gradient": plain_gradient(model, ids[: len(few.batch)]), "product": lambda: hessian @ vector}
+        works = {
+            "gradient": plain_gradient(model, ids[: len(few.batch)]),
+            "product": lambda: hessian @ vector,
+        }
         found = costs(works, repeats)
     note = f"{len(few.batch)} prompts; {found['product'].extra / 2**30:.2f} GiB above what is held"
     passes = found["product"].over(found["gradient"])
-    return [*rows, Row("a Hessian product of nll, in gradients", passes, "gradients", "≤ 3.5", "≤ 2.5", note)]
+    return [
+        *rows,
+        Row("a Hessian product of nll, in gradients", passes, "gradients", "≤ 3.5", "≤ 2.5", note),
+    ]
 
 
 LIMITS = {"length": 2.0, "batch": 1.1, "width": 2.0, "vocabulary": 1.1, "layers": 1.1, "runs": 1.1}
@@ -144,12 +189,16 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 """Shape -> the sizes of each axis; the others are those of the shape, with two rows of 128 tokens, or one of 64."""
 
 
-def growth(repeats: int, axes: list[str], shapes: list[str], out: Path | None, small: bool = False) -> list[Row]:
+def growth(
+    repeats: int, axes: list[str], shapes: list[str], out: Path | None, small: bool = False
+) -> list[Row]:
     """Slopes of processor time over each axis, fitted at the three largest sizes; `out`: one figure of all."""
     curves: dict[tuple[str, str, str], list[float]] = {}
     for base, axis in ((base, axis) for base in shapes for axis in axes if axis in SIZES[base]):
         for size in SIZES[base][axis][: 3 if small else None]:
-            for name, work in _runs(size).items() if axis == "runs" else _works(base, axis, size).items():
+            for name, work in (
+                _runs(size).items() if axis == "runs" else _works(base, axis, size).items()
+            ):
                 work()
                 found = statistics.median(cost(work).cpu for _ in range(repeats))
                 curves.setdefault((base, axis, name), []).append(found)
@@ -161,7 +210,16 @@ def growth(repeats: int, axes: list[str], shapes: list[str], out: Path | None, s
         sizes = SIZES[base][axis][: len(values)]
         slope = float(np.polyfit(np.log(sizes[-3:]), np.log(values[-3:]), 1)[0])
         note = f"{values[-1]:.3g} s at {sizes[-1]:,}"
-        rows.append(Row(f"{base}: growth of {name} with {axis}", slope, "(slope)", f"≤ {LIMITS[axis]:g}", "", note))
+        rows.append(
+            Row(
+                f"{base}: growth of {name} with {axis}",
+                slope,
+                "(slope)",
+                f"≤ {LIMITS[axis]:g}",
+                "",
+                note,
+            )
+        )
     return rows
 
 
@@ -172,7 +230,10 @@ def _works(base: str, axis: str, size: int) -> dict[str, Callable[[], object]]:
     if axis == "width":
         shape["feed_forward"] = SHAPES[base]["feed_forward"] * size // SHAPES[base]["width"]
     model = random_model(shape)
-    rows, length = size if axis == "batch" else 1 + tiny, size if axis == "length" else 64 * (1 + tiny)
+    rows, length = (
+        size if axis == "batch" else 1 + tiny,
+        size if axis == "length" else 64 * (1 + tiny),
+    )
     ids, mask = random_rows(model, rows, length)
     few = torch.zeros_like(ids)
     few[:, torch.linspace(1, length - 1, 8 if tiny else 2).long()] = 1
@@ -189,7 +250,11 @@ def _runs(count: int) -> dict[str, Callable[[], object]]:
     from sharpscope.cli import main
 
     def work() -> None:
-        with tempfile.TemporaryDirectory() as folder, suppress(SystemExit), redirect_stdout(io.StringIO()):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            suppress(SystemExit),
+            redirect_stdout(io.StringIO()),
+        ):
             source = next(path.parent for path in Path("data/example").rglob("run.json"))
             for number in range(count):
                 shutil.copytree(source, Path(folder) / f"run-{number}")
@@ -214,7 +279,11 @@ def _picture(curves: dict[tuple[str, str, str], list[float]], out: Path) -> None
         panel.loglog(SIZES[base][axis][: len(values)], values, marker="o", label=name)
         panel.set(xlabel=axis, title=f"{base} parameters")
         shown = SIZES[base][axis]
-        panel.set_xticks(shown, [f"{size:,}" if size < 10_000 else f"{size // 1000}k" for size in shown], fontsize=7)
+        panel.set_xticks(
+            shown,
+            [f"{size:,}" if size < 10_000 else f"{size // 1000}k" for size in shown],
+            fontsize=7,
+        )
         panel.minorticks_off()
     for row in panels:
         row[0].set_ylabel("processor time [s]")

@@ -32,7 +32,11 @@ MEASURES: dict[str, Callable[[float, float, float, int], float]] = {
 
 def sizes(shape: str) -> tuple[float, float, float]:
     """Parameters of a shape in all, outside its layers, and of one layer."""
-    s = SHAPES[shape] if shape != "7b" else dict(zip(SHAPES["3b"], (28, 3584, 28, 4, 18_944, 152_064), strict=True))
+    s = (
+        SHAPES[shape]
+        if shape != "7b"
+        else dict(zip(SHAPES["3b"], (28, 3584, 28, 4, 18_944, 152_064), strict=True))
+    )
     d, kv = s["width"], s["width"] // s["heads"] * s["key_heads"]
     layer = 2 * d * d + 2 * d * kv + 3 * d * s["feed_forward"]
     tables = s["vocabulary"] * d * (2 if shape == "7b" else 1)  # the embeddings of 7b are not tied
@@ -59,11 +63,20 @@ def fsdp(shapes: tuple[str, ...] = ("1.5b", "3b", "7b"), processes: int = 8) -> 
     for measure, took in found.items():
         expected = 4 * MEASURES[measure](P, E, L, 2)
         note = f"{took / 2**20:.0f} MiB on each of two processes, {expected / 2**20:.0f} by formula; {P / 1e6:.3g} M parameters"
-        rows.append(Row(f"FSDP2, {measure}, measured over the formula", took / expected, "×", "", "", note))
+        rows.append(
+            Row(f"FSDP2, {measure}, measured over the formula", took / expected, "×", "", "", note)
+        )
     return rows
 
 
-CHECKED = {"layers": 8, "width": 512, "heads": 8, "key_heads": 8, "feed_forward": 1536, "vocabulary": 4096}
+CHECKED = {
+    "layers": 8,
+    "width": 512,
+    "heads": 8,
+    "key_heads": 8,
+    "feed_forward": 1536,
+    "vocabulary": 4096,
+}
 
 
 def _checked() -> tuple[float, float, float, dict[str, float]]:
@@ -87,14 +100,16 @@ def _rank(rank: int, port: str, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from sharpscope.policy.sharding import gathered_copy
-    from sharpscope.probes import critical_sharpness, update_direction
-    from sharpscope.probes.token_gradients import ShardedProbes
+    from sharpscope.surface import critical_sharpness, update_direction
+    from sharpscope.tokens.sharded import ShardedProbes
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     model: Any = random_model(CHECKED)
-    P, layer = (float(sum(p.numel() for p in part.parameters())) for part in (model, model.model.layers[0]))
+    P, layer = (
+        float(sum(p.numel() for p in part.parameters())) for part in (model, model.model.layers[0])
+    )
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     for part in (*model.model.layers, model):  # as TRL's trainers do
         fully_shard(part, mesh=mesh)
@@ -116,7 +131,11 @@ def _rank(rank: int, port: str, folder: str) -> None:
         "shares": lambda: probes.along(*given, gradient, 1.0),
         "exact norms": lambda: probes.exact(ids, mask * (mask.cumsum(1) == 3), given[2], 1.0),
         "critical sharpness": lambda: critical_sharpness(
-            lambda: float(loss().detach()), model, update_direction(optimizer, model), guess=1e-3, max_evaluations=4
+            lambda: float(loss().detach()),
+            model,
+            update_direction(optimizer, model),
+            guess=1e-3,
+            max_evaluations=4,
         ),
         "held-out influence, loss surface, rotation": lambda: kept.append(
             gathered_copy(model, optimizer, torch.device("cpu"), moments=False)

@@ -33,16 +33,23 @@ def questions(count: int = 512, seed: int = 0) -> tuple[dict[str, list[Example]]
     """A task for any model: sums after worked examples; the reward is drawn from the completion's text."""
     draw = random.Random(seed)
     worked = "".join(f"{a} + {b} = {a + b}\n" for a, b in ((23, 45), (17, 31), (52, 29)))
-    prompts = [f"{worked}{draw.randrange(10, 100)} + {draw.randrange(10, 100)} =" for _ in range(count)]
+    prompts = [
+        f"{worked}{draw.randrange(10, 100)} + {draw.randrange(10, 100)} =" for _ in range(count)
+    ]
 
     def score(_: Example, completion: str) -> Reward:
         right = hashlib.sha256(completion.encode()).digest()[0] < 128
         return Reward(float(right), {"drawn": float(right)}, right)
 
-    return {"train": [Example(prompt, "") for prompt in prompts], "heldout": [Example(prompts[0], "")]}, score
+    return {
+        "train": [Example(prompt, "") for prompt in prompts],
+        "heldout": [Example(prompts[0], "")],
+    }, score
 
 
-def _config(model: str, tokens: int, steps: int, folder: str, extra: Sequence[str] = (), size: int = 8) -> RunConfig:
+def _config(
+    model: str, tokens: int, steps: int, folder: str, extra: Sequence[str] = (), size: int = 8
+) -> RunConfig:
     """Steps of size × size completions of at most `tokens` tokens, two updates each, without evaluation."""
     values = {
         "policy.model": model,
@@ -69,7 +76,9 @@ def _between(marks: list[tuple[float, float]]) -> Cost:
 
 
 def _mean(costs: Sequence[Cost]) -> Cost:
-    return Cost(statistics.mean(one.cpu for one in costs), statistics.mean(one.wall for one in costs), 0)
+    return Cost(
+        statistics.mean(one.cpu for one in costs), statistics.mean(one.wall for one in costs), 0
+    )
 
 
 def _now() -> tuple[float, float]:
@@ -116,13 +125,22 @@ def plain_steps(config: RunConfig) -> Cost:
         mask = (ended.cumsum(1) - ended == 0).float()
         texts = tokenizer.batch_decode(new, skip_special_tokens=True)
         owners = [example for example in batch for _ in range(spec.group_size)]
-        rewards = torch.tensor([task.score(e, text).total for e, text in zip(owners, texts, strict=True)])
+        rewards = torch.tensor(
+            [task.score(e, text).total for e, text in zip(owners, texts, strict=True)]
+        )
         groups = rewards.view(-1, spec.group_size)
-        advantage = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+        advantage = (
+            (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        ).flatten()
         whole = torch.cat([present, mask.long()], 1)
         for part in torch.arange(len(out)).chunk(config.update.mini_batches):
             logits = model(input_ids=out[part], attention_mask=whole[part], use_cache=False).logits
-            logp = logits[:, ids.shape[1] - 1 : -1].float().log_softmax(-1).gather(-1, new[part, :, None])[..., 0]
+            logp = (
+                logits[:, ids.shape[1] - 1 : -1]
+                .float()
+                .log_softmax(-1)
+                .gather(-1, new[part, :, None])[..., 0]
+            )
             ratio = (logp - logp.detach()).exp()
             loss = -(advantage[part, None] * ratio * mask[part]).sum() / mask[part].sum()
             loss.backward()
@@ -143,7 +161,9 @@ def trl_trainer(config: RunConfig, folder: Path, callbacks: list[Any]) -> Any:
     by_prompt = {example.prompt: example for example in examples}
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        return [task.score(by_prompt[p], c).total for p, c in zip(prompts, completions, strict=True)]
+        return [
+            task.score(by_prompt[p], c).total for p, c in zip(prompts, completions, strict=True)
+        ]
 
     arguments = GRPOConfig(
         output_dir=str(folder),
@@ -210,7 +230,9 @@ def in_turns(*works: Callable[[Callable[[], None]], Any]) -> list[Any]:
             states = random.getstate(), np.random.get_state(), torch.get_rng_state()
             turns[1 - index].release()
             turns[index].acquire()
-            for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states, strict=True):
+            for restore, state in zip(
+                (random.setstate, np.random.set_state, torch.set_rng_state), states, strict=True
+            ):
                 restore(state)
 
         turns[index].acquire()
@@ -232,12 +254,30 @@ def step(model: str, steps: int, size: int, lengths: Sequence[int] = (16, 64)) -
             ours, plain = our_steps(config), plain_steps(config)
             note = f"{ours.cpu:.3g} against {plain.cpu:.3g} processor seconds"
             what = f"a step, {size * size} × {tokens} tokens, two updates"
-            rows.append(Row(f"{what}, against plain PyTorch", plain.over(ours), "×", "≥ 1.5", "≥ 2", note))
-            one = _config(model, tokens, steps + 1, f"{folder}/one-{tokens}", (*BARE, "update.mini_batches=1"), size)
+            rows.append(
+                Row(f"{what}, against plain PyTorch", plain.over(ours), "×", "≥ 1.5", "≥ 2", note)
+            )
+            one = _config(
+                model,
+                tokens,
+                steps + 1,
+                f"{folder}/one-{tokens}",
+                (*BARE, "update.mini_batches=1"),
+                size,
+            )
             ours, (each, _) = our_steps(one), trl_steps(one, Path(folder) / str(tokens))
             theirs = _mean(each)
             note = f"{ours.cpu:.3g} against {theirs.cpu:.3g} processor seconds"
-            rows.append(Row("the same with one update, against TRL", theirs.over(ours), "×", "≥ 2", "≥ 3", note))
+            rows.append(
+                Row(
+                    "the same with one update, against TRL",
+                    theirs.over(ours),
+                    "×",
+                    "≥ 2",
+                    "≥ 3",
+                    note,
+                )
+            )
     return rows
 
 
@@ -246,8 +286,12 @@ def recording(model: str, steps: int, size: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         run = load_run(train(_config(model, 16, steps, f"{folder}/run", size=size)).run_dir)
         share = float(run.info["measuring"]["share"])
-        note = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in run.info["measuring"]["seconds"].items())
-    return [Row(f"recording by default, run of {steps} steps", 100 * share, "%", "≤ 10", "≤ 5", note)]
+        note = ", ".join(
+            f"{name} {seconds:.1f} s" for name, seconds in run.info["measuring"]["seconds"].items()
+        )
+    return [
+        Row(f"recording by default, run of {steps} steps", 100 * share, "%", "≤ 10", "≤ 5", note)
+    ]
 
 
 def recorded_trl(model: str, steps: int, size: int) -> list[Row]:
@@ -255,7 +299,10 @@ def recorded_trl(model: str, steps: int, size: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         config = _config(model, 16, steps + 1, f"{folder}/x", ("update.mini_batches=1",), size)
         (recorded, weights), (plain, same) = in_turns(
-            *(partial(trl_steps, config, Path(folder) / str(recorded), recorded) for recorded in (True, False))
+            *(
+                partial(trl_steps, config, Path(folder) / str(recorded), recorded)
+                for recorded in (True, False)
+            )
         )
     equal = all(map(torch.equal, weights, same))
     median = statistics.median(one.over(other) for one, other in zip(recorded, plain, strict=True))
@@ -295,7 +342,18 @@ def startup(repeats: int) -> list[Row]:
     ]
 
 
-TEN = ("grpo", "grpo-sg", "tr-grpo", "ar-lopti", "gspo", "dapo", "cov-grpo", "cispo", "dr-grpo", "grpo-sg-reverse")
+TEN = (
+    "grpo",
+    "grpo-sg",
+    "tr-grpo",
+    "ar-lopti",
+    "gspo",
+    "dapo",
+    "cov-grpo",
+    "cispo",
+    "dr-grpo",
+    "grpo-sg-reverse",
+)
 
 
 def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
@@ -303,7 +361,11 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
     from sharpscope.forks import rotate
 
     marks: list[float] = []
-    sizes = [f"rollout.prompts_per_step={size}", f"rollout.group_size={size}", "rollout.max_new_tokens=16"]
+    sizes = [
+        f"rollout.prompts_per_step={size}",
+        f"rollout.group_size={size}",
+        "rollout.max_new_tokens=16",
+    ]
     found = rotate(
         methods,
         model=model,
@@ -311,7 +373,8 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
         overrides=["policy.prompt_format=plain", *sizes],
         on_progress=lambda text: marks.append(time.process_time()),
     )
-    seconds = (time.process_time() - marks[1]) / len(methods)  # marks[0]: drawing; then one at the start of each method
+    # marks[0]: drawing; then one at the start of each method
+    seconds = (time.process_time() - marks[1]) / len(methods)
     policy = load_policy(build_config(None, [f"policy.model={model}"]).policy)
     prompt = len(render_prompts([questions(1)[0]["train"][0]], policy)[0])
     rows = int(found.batch["completions"])
@@ -322,4 +385,8 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
     gradient()
     once = time.process_time() - began
     note = f"{seconds:.3g} s a method, {once:.3g} s a gradient of {tuple(ids.shape)} tokens; {described(policy.model)}"
-    return [Row("rotation, a method, in gradients", seconds / once, "gradients", "≤ 1.3", "≤ 1.05", note)]
+    return [
+        Row(
+            "rotation, a method, in gradients", seconds / once, "gradients", "≤ 1.3", "≤ 1.05", note
+        )
+    ]

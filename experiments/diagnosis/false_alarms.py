@@ -39,13 +39,21 @@ def frame_of(table: pd.DataFrame, framework: str) -> pd.DataFrame:
 
 def recorded(folder: Path) -> Iterator[pd.DataFrame]:
     """The runs of a folder of Parquet tables."""
-    steps, runs = pd.read_parquet(folder / "steps.parquet"), pd.read_parquet(folder / "runs.parquet")
-    groups = {row.run: yaml.safe_load(row.config)["rollout"]["prompts_per_step"] for row in runs.itertuples()}
+    steps, runs = (
+        pd.read_parquet(folder / "steps.parquet"),
+        pd.read_parquet(folder / "runs.parquet"),
+    )
+    groups = {
+        row.run: yaml.safe_load(row.config)["rollout"]["prompts_per_step"]
+        for row in runs.itertuples()
+    }
     for run, rows in steps.groupby("run"):
         if "preset=" in str(run):
             continue
         frame = frame_of(rows.sort_values("step"), "sharpscope")
-        yield frame.assign(dead_groups=rows.sort_values("step")["zero_std_groups"].to_numpy(float) / groups[run])
+        yield frame.assign(
+            dead_groups=rows.sort_values("step")["zero_std_groups"].to_numpy(float) / groups[run]
+        )
 
 
 def runs() -> dict[str, list[pd.DataFrame]]:
@@ -83,13 +91,24 @@ def main() -> None:
             if judged:
                 alarms = sum(bool(applies(rule, measured).any()) for measured in judged)
                 counts[name][kind] = [alarms, len(judged)]
-                print(f"  {name}: {alarms} of {len(judged)}" if alarms else "", end="\n" if alarms else "")
+                print(
+                    f"  {name}: {alarms} of {len(judged)}" if alarms else "",
+                    end="\n" if alarms else "",
+                )
         for number, frame in enumerate(frames):
-            bad = [f for f in findings.find(Log(Path(kind), None, frame), []) if f.severity == "critical"]
+            bad = [
+                f
+                for f in findings.find(Log(Path(kind), None, frame), [])
+                if f.severity == "critical"
+            ]
             for finding in bad:
-                print(f"  critical, run {number}: {finding.rule.name} from step {finding.step}: {finding.text}")
+                print(
+                    f"  critical, run {number}: {finding.rule.name} from step {finding.step}: {finding.text}"
+                )
     target = Path(findings.__file__).with_name("false_alarms.json")
-    body = ",\n".join(f" {json.dumps(name)}: {json.dumps(counts[name])}" for name in RULES if counts[name])
+    body = ",\n".join(
+        f" {json.dumps(name)}: {json.dumps(counts[name])}" for name in RULES if counts[name]
+    )
     target.write_text("{\n" + body + "\n}\n")
 
 

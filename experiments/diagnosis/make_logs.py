@@ -90,7 +90,11 @@ EVALUATED = {
     "evaluation.splits": ["heldout"],
     "evaluation.temperatures": [0.0],
 }
-SICK: dict[str, dict[str, Any]] = {"learning_rate": {}, "kl_k1": K1, **{name: {} for name in FAULTS}}
+SICK: dict[str, dict[str, Any]] = {
+    "learning_rate": {},
+    "kl_k1": K1,
+    **{name: {} for name in FAULTS},
+}
 SICK["poisoned_reward"] = EVALUATED
 HEALTHY: dict[str, dict[str, Any]] = {
     **{f"healthy-grpo-{seed}": {"seed": seed} for seed in range(5)},
@@ -121,7 +125,10 @@ def make(name: str, changes: dict[str, Any], steps: int, at: int, out: Path) -> 
     def keep(health: StepHealth, row: Any) -> None:
         after(health, row)
         rows.append(
-            {"step": health.step, **{key: health.values[key] for key in sorted(health.values) if key != "memory"}}
+            {
+                "step": health.step,
+                **{key: health.values[key] for key in sorted(health.values) if key != "memory"},
+            }
         )
 
     with (
@@ -145,7 +152,9 @@ def main() -> None:
     """Make all logs, or those named."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="*", default=[*SICK, *HEALTHY])
-    parser.add_argument("--model", help="folder of a pretrained model; default: the embedded policy")
+    parser.add_argument(
+        "--model", help="folder of a pretrained model; default: the embedded policy"
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--at", type=int, default=26)
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE")

@@ -42,7 +42,9 @@ def log_probabilities(
         rows, kept = rows[:, first:end], kept[:, first:end]
         positions = (kept.cumsum(1) - 1).clamp(min=0)
         count = end - prompt
-        logits = model(rows, attention_mask=kept, position_ids=positions, logits_to_keep=count + 1).logits
+        logits = model(
+            rows, attention_mask=kept, position_ids=positions, logits_to_keep=count + 1
+        ).logits
         logp = logits[:, :-1].float().log_softmax(-1).gather(-1, rows[:, -count:, None])[..., 0]
         found[start : start + batch, :count] = logp
     return found
@@ -59,7 +61,9 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
     texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True
+        )
         for p in PROMPTS
     ]
     inputs = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
@@ -75,12 +79,21 @@ def main() -> None:
     )
     prompt = inputs["input_ids"].shape[1]
     completion = ids[:, prompt:]
-    ended = (completion == tokenizer.eos_token_id).cumsum(1) - (completion == tokenizer.eos_token_id).int() > 0
-    mask = torch.cat([inputs["attention_mask"].repeat_interleave(given.each, 0), (~ended).long()], 1)
+    ended = (completion == tokenizer.eos_token_id).cumsum(1) - (
+        completion == tokenizer.eos_token_id
+    ).int() > 0
+    mask = torch.cat(
+        [inputs["attention_mask"].repeat_interleave(given.each, 0), (~ended).long()], 1
+    )
     exact = log_probabilities(model, ids, mask, prompt, 8)[~ended].numpy()
     model = model.to(torch.bfloat16)
-    one, eight = (log_probabilities(model, ids, mask, prompt, batch)[~ended].numpy() for batch in (1, 8))
-    for name, a, b in (("bfloat16, 1 against 8", one, eight), ("bfloat16 against float32, 8", eight, exact)):
+    one, eight = (
+        log_probabilities(model, ids, mask, prompt, batch)[~ended].numpy() for batch in (1, 8)
+    )
+    for name, a, b in (
+        ("bfloat16, 1 against 8", one, eight),
+        ("bfloat16 against float32, 8", eight, exact),
+    ):
         x, events = a - b, judge(1, sampler_values(a, b), HealthSpec().limits)
         outside = mismatch(a, b)["outside"].mean()
         print(

@@ -44,7 +44,10 @@ def _section(rule: Rule) -> list[str]:
     meaning, advice = advise(rule, checkpoint="a checkpoint before it")
     side = "at most" if rule.below else "at least"
     lines = [f"## {rule.title} {{ #{rule.name} }}", ""]
-    lines += [f"*What it looks like.* {_sentence(rule.statistic)} This is {side} {rule.threshold:g}.", ""]
+    lines += [
+        f"*What it looks like.* {_sentence(rule.statistic)} This is {side} {rule.threshold:g}.",
+        "",
+    ]
     rows = []
     for name in rule.quantities:
         keys = BY_NAME[name].keys
@@ -53,7 +56,11 @@ def _section(rule: Rule) -> list[str]:
             for trainer in ("TRL", "verl", "sharpscope")
         ]
         if any(cells):
-            rows.append(f"| {BY_NAME[name].title} | " + " | ".join(cell or "not logged" for cell in cells) + " |")
+            rows.append(
+                f"| {BY_NAME[name].title} | "
+                + " | ".join(cell or "not logged" for cell in cells)
+                + " |"
+            )
     lines += ["| | TRL | verl | sharpscope |", "|---|---|---|---|", *rows, ""]
     lines += [f"*What it means.* {_sentence(meaning)}", ""]
     lines += [
@@ -62,9 +69,14 @@ def _section(rule: Rule) -> list[str]:
     ]
     lines += [f"*What to change.* {_sentence(advice)}", ""]
     if rule.known != "log":
-        lines += [f"*In a running training.* `health.{rule.name}.threshold` and `health.{rule.name}.action`.", ""]
+        lines += [
+            f"*In a running training.* `health.{rule.name}.threshold` and `health.{rule.name}.action`.",
+            "",
+        ]
     counts = [
-        f"{alarms} of {runs} {_KINDS[kind]}" for kind, (alarms, runs) in FALSE_ALARMS.get(rule.name, {}).items() if runs
+        f"{alarms} of {runs} {_KINDS[kind]}"
+        for kind, (alarms, runs) in FALSE_ALARMS.get(rule.name, {}).items()
+        if runs
     ]
     lines += [
         f"*False alarms.* It applies in {', '.join(counts) if counts else 'no healthy run that has the quantity'}.",

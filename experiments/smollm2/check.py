@@ -26,18 +26,17 @@ from sharpscope.config import RolloutSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import Policy, PolicySpec, draw_scored, load_policy
 from sharpscope.policy.cache import cache_keyword
-from sharpscope.probes import (
+from sharpscope.surface import (
     Objective,
-    attribute,
     critical_sharpness,
     curvature,
     find_radius,
     lm_surface,
     rollout_batch,
-    score_norms,
     sharpness,
 )
-from sharpscope.probes.language_model import TokenBatch
+from sharpscope.surface.language_model import TokenBatch
+from sharpscope.tokens import attribute, score_norms
 
 GIB = 2**30
 PROMPTS, SAMPLES = 2, 4
@@ -48,7 +47,11 @@ def peak(reset: bool = False) -> float:
     """Largest resident memory of this process since the last reset [GiB]."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM")
+    )
     return int(line.split()[1]) * 1024 / GIB
 
 
@@ -58,7 +61,8 @@ class Table:
     def __init__(self) -> None:
         self.unit = math.nan
         print(
-            "| measure | error against plain autograd | processor s | × forward and backward | peak GiB |", flush=True
+            "| measure | error against plain autograd | processor s | × forward and backward | peak GiB |",
+            flush=True,
         )
         print("|---|---|---|---|---|", flush=True)
 
@@ -72,12 +76,18 @@ class Table:
     def add(self, name: str, error: str, seconds: float, memory: float) -> None:
         """Print a row."""
         self.unit = seconds if math.isnan(self.unit) else self.unit
-        print(f"| {name} | {error} | {seconds:.1f} | {seconds / self.unit:.1f} | {memory:.1f} |", flush=True)
+        print(
+            f"| {name} | {error} | {seconds:.1f} | {seconds / self.unit:.1f} | {memory:.1f} |",
+            flush=True,
+        )
 
 
 def relative(found: Tensor | float, expected: Tensor | float) -> str:
     """Largest relative error; entries below a hundredth of the median, which are rounding, are relative to that."""
-    a, b = torch.as_tensor(found).double().reshape(-1), torch.as_tensor(expected).double().reshape(-1)
+    a, b = (
+        torch.as_tensor(found).double().reshape(-1),
+        torch.as_tensor(expected).double().reshape(-1),
+    )
     size = b.abs().clamp_min(float(b.abs().median()) / 100)
     return f"{float(((a - b).abs() / size).max()):.1e}"
 
@@ -107,10 +117,14 @@ def plain_loss(model: nn.Module, batch: TokenBatch, name: str, anchor: Tensor) -
 
 def flat_gradient(value: Tensor, model: nn.Module, **options: Any) -> Tensor:
     """Gradient of a number with respect to all weights, (P,)."""
-    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, list(model.parameters()), **options)])
+    return torch.cat(
+        [g.reshape(-1) for g in torch.autograd.grad(value, list(model.parameters()), **options)]
+    )
 
 
-def plain_product(model: nn.Module, batch: TokenBatch, name: str, anchor: Tensor, vector: Tensor) -> Tensor:
+def plain_product(
+    model: nn.Module, batch: TokenBatch, name: str, anchor: Tensor, vector: Tensor
+) -> Tensor:
     """A Hessian product by differentiating the gradient's projection, row by row."""
     total = torch.zeros_like(vector)
     weight = batch.scored.sum() if name == "nll" else len(batch)
@@ -126,7 +140,11 @@ def local_norm(model: nn.Module, ids: Tensor, at: int) -> float:
     """‖∇ ln π‖ of token `at` of ids (1, S) with earlier positions' keys and values constant: one step from a cache."""
     with torch.no_grad():
         cache = model(input_ids=ids[:, : at - 1], use_cache=True)[cache_keyword(model)]
-    logits = model(input_ids=ids[:, at - 1 : at], use_cache=True, **{cache_keyword(model): cache}).logits[0, -1].float()
+    logits = (
+        model(input_ids=ids[:, at - 1 : at], use_cache=True, **{cache_keyword(model): cache})
+        .logits[0, -1]
+        .float()
+    )
     return float(flat_gradient(torch.log_softmax(logits, -1)[ids[0, at]], model).double().norm())
 
 
@@ -156,7 +174,9 @@ def tokens(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch) 
         whole = flat_gradient((coef * log_probabilities(plain, ids)).sum(), plain)
         norms, shares = [], []
         for row, at in places:
-            gradient = flat_gradient(log_probabilities(plain, ids[row : row + 1, : at + 1])[0, at], plain)
+            gradient = flat_gradient(
+                log_probabilities(plain, ids[row : row + 1, : at + 1])[0, at], plain
+            )
             norms.append(float(gradient.double().norm()))
             shares.append(float(coef[row, at]) * product(gradient, whole) / product(whole, whole))
         return torch.tensor(norms), torch.tensor(shares)
@@ -175,10 +195,19 @@ def tokens(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch) 
         error = relative(found.values[mask], expected[method])
         table.add(f"score norms, {method}", error, seconds, memory)
     ratio = expected["local"] / exact
-    print(f"|  local / exact | {ratio.min():.2f} to {ratio.max():.2f}, median {ratio.median():.2f} | | | |", flush=True)
-    found, seconds, memory = table.measured(lambda: score_norms(model, ids, mask, "local", present, check="always"))
-    table.add("local norms with their self-check", f"{found.checked:.1e} (its own)", seconds, memory)
-    found, seconds, memory = table.measured(lambda: attribute(model, ids, mask, coef, None, present, check="off"))
+    print(
+        f"|  local / exact | {ratio.min():.2f} to {ratio.max():.2f}, median {ratio.median():.2f} | | | |",
+        flush=True,
+    )
+    found, seconds, memory = table.measured(
+        lambda: score_norms(model, ids, mask, "local", present, check="always")
+    )
+    table.add(
+        "local norms with their self-check", f"{found.checked:.1e} (its own)", seconds, memory
+    )
+    found, seconds, memory = table.measured(
+        lambda: attribute(model, ids, mask, coef, None, present, check="off")
+    )
     error = float((found[mask].double() - shares.double()).abs().max())
     total = float(found.sum())
     table.add("shares of ‖∇L‖²", f"{error:.1e} (absolute), sum {total:.6f}", seconds, memory)
@@ -203,12 +232,21 @@ def surface(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch)
     failure = Objective("expected_failure", batch)
     with lm_surface(model, failure, check="off") as one:
         radius, seconds, memory = table.measured(lambda: find_radius(one))
-    table.add(f"radius for SAM ({radius.rho:.2g}, saturation {radius.saturation:.2f})", "–", seconds, memory)
+    table.add(
+        f"radius for SAM ({radius.rho:.2g}, saturation {radius.saturation:.2f})",
+        "–",
+        seconds,
+        memory,
+    )
     for name in ("expected_failure", "nll"):
         gradient = flat_gradient(plain_loss(plain, batch, name, anchor), plain)
         with lm_surface(model, Objective(name, batch), check="off") as one:  # type: ignore[arg-type]
-            rise, seconds, memory = table.measured(lambda one=one: sharpness(one, None, radius.rho, "sam"))
-        expected = value(name, radius.rho * gradient / gradient.double().norm().float()) - value(name)
+            rise, seconds, memory = table.measured(
+                lambda one=one: sharpness(one, None, radius.rho, "sam")
+            )
+        expected = value(name, radius.rho * gradient / gradient.double().norm().float()) - value(
+            name
+        )
         table.add(f"SAM, {name}: {rise.value:.3g}", relative(rise.value, expected), seconds, memory)
     gradient = flat_gradient(plain_loss(plain, batch, "expected_failure", anchor), plain)
     step = gradient.sign()  # AdamW's first step
@@ -224,10 +262,16 @@ def surface(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch)
         )
     start, low, high = value("expected_failure"), 0.0, guess
     while value("expected_failure", -high * step) <= start and high < 1:
-        low, high = high, 1.2 * high  # a dense line search: no crossing is stepped over by more than a fifth
+        # a dense line search: no crossing is stepped over by more than a fifth
+        low, high = (
+            high,
+            1.2 * high,
+        )
     for _ in range(8):
         middle = (low + high) / 2
-        low, high = (middle, high) if value("expected_failure", -middle * step) <= start else (low, middle)
+        low, high = (
+            (middle, high) if value("expected_failure", -middle * step) <= start else (low, middle)
+        )
     text = f"critical sharpness along AdamW's first step: {found.value:.3g}, η_c {found.lr:.2g}"
     table.add(text, found.why or relative(found.lr, high), seconds, memory)
     for name in ("nll", "expected_failure"):
@@ -237,7 +281,9 @@ def surface(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch)
             print(f"| curvature, {name} | not measured: {problem} | | | |", flush=True)
 
 
-def _curvature(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch, name: str, anchor: Tensor) -> None:
+def _curvature(
+    table: Table, model: nn.Module, plain: nn.Module, batch: TokenBatch, name: str, anchor: Tensor
+) -> None:
     """The top eigenvalue against the quotient of a plain product, and the trace against plain random probes."""
     few = batch.rows(torch.arange(CURVED))
     anchor = anchor[:CURVED, : few.input_ids.shape[1]]
@@ -251,7 +297,9 @@ def _curvature(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBat
         rest = float((image - found.largest * found.vectors[0]).double().norm()) / found.largest
         quotient = product(found.vectors[0], image)
         error = f"{relative(found.largest, quotient)}; ‖Hv − λv‖/λ {rest:.1e} by a plain product"
-        name_of = f"top eigenvalue and trace, {name} ({found.products} products): {found.largest:.4g}"
+        name_of = (
+            f"top eigenvalue and trace, {name} ({found.products} products): {found.largest:.4g}"
+        )
         table.add(name_of, error, seconds, memory)
     generator = torch.Generator().manual_seed(1)
     each = []
@@ -262,14 +310,20 @@ def _curvature(table: Table, model: nn.Module, plain: nn.Module, batch: TokenBat
     draws = torch.tensor(each)
     spread = math.hypot(found.trace_std_error, float(draws.std()) / math.sqrt(len(draws)))
     error = f"plain {float(draws.mean()):.4g}: {(found.trace - float(draws.mean())) / spread:+.1f} standard errors"
-    print(f"|  trace, {name}: {found.trace:.4g} ± {found.trace_std_error:.2g} | {error} | | | |", flush=True)
+    print(
+        f"|  trace, {name}: {found.trace:.4g} ± {found.trace_std_error:.2g} | {error} | | | |",
+        flush=True,
+    )
 
 
 def _parts(step: Tensor | None, like: list[Tensor]) -> list[Tensor | None]:
     """A vector (P,) as tensors like the weights."""
     if step is None:
         return [None] * len(like)
-    return [part.view(one.shape) for part, one in zip(step.split([t.numel() for t in like]), like, strict=True)]
+    return [
+        part.view(one.shape)
+        for part, one in zip(step.split([t.numel() for t in like]), like, strict=True)
+    ]
 
 
 def drawn(policy: Policy) -> TokenBatch:
@@ -287,7 +341,9 @@ def drawn(policy: Policy) -> TokenBatch:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--only", default="tokens,surface")

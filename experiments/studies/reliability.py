@@ -24,8 +24,15 @@ from scipy.stats import spearmanr
 
 from sharpscope.config import read_recorded
 from sharpscope.policy import load_policy
-from sharpscope.probes import Objective, ProbeSet, find_radius, lm_surface, rollout_objective, sharpness
 from sharpscope.recording.probe_sets import Drawer, run_probe_set
+from sharpscope.surface import (
+    Objective,
+    ProbeSet,
+    find_radius,
+    lm_surface,
+    rollout_objective,
+    sharpness,
+)
 from sharpscope.tasks import make_task
 from sharpscope.training.checkpoint import checkpoints
 
@@ -62,29 +69,49 @@ def measured(folder: Path, radius: float | None) -> Iterator[dict[str, object]]:
         began = time.process_time()
         drawn = part.draw("train", SAMPLES, Drawer(config, policy, task), seed=half)
         drawing = time.process_time() - began
-        for objective in (rollout_objective("expected_failure", drawn), Objective("nll", part.solutions("train"))):
+        for objective in (
+            rollout_objective("expected_failure", drawn),
+            Objective("nll", part.solutions("train")),
+        ):
             with lm_surface(policy.model, objective, check="off") as surface:
                 radius = find_radius(surface).rho if radius is None else radius
                 began = time.process_time()
                 loss, gradient = surface.gradient()
-                first = time.process_time() - began + (drawing if objective.name == "expected_failure" else 0.0)
+                first = (
+                    time.process_time()
+                    - began
+                    + (drawing if objective.name == "expected_failure" else 0.0)
+                )
                 for kind in ("sam", "asam"):
                     for factor in FACTORS:
                         began = time.process_time()
                         found = sharpness(surface, None, factor * radius, kind, at=(loss, gradient))
                         seconds = time.process_time() - began + first
-                        row = {"half": half, "objective": objective.name, "measure": kind, "factor": factor}
-                        numbers = {"value": found.value, "saturation": found.saturation, "loss": loss}
+                        row = {
+                            "half": half,
+                            "objective": objective.name,
+                            "measure": kind,
+                            "factor": factor,
+                        }
+                        numbers = {
+                            "value": found.value,
+                            "saturation": found.saturation,
+                            "loss": loss,
+                        }
                         yield row | numbers | {"rho": factor * radius, "seconds": seconds}
 
 
 def table(data: pd.DataFrame) -> pd.DataFrame:
     """A row for each measure and radius."""
     unit = data[data["objective"] == "expected_failure"]
-    unit = unit.assign(value=unit["value"] / (1 - unit["loss"]), objective=unit["objective"] + PER_UNIT)
+    unit = unit.assign(
+        value=unit["value"] / (1 - unit["loss"]), objective=unit["objective"] + PER_UNIT
+    )
     success = 1 - data[data["objective"] == "expected_failure"].groupby("run")["loss"].mean()
     rows = []
-    for (objective, kind, _), group in pd.concat([data, unit]).groupby(["objective", "measure", "factor"], sort=False):
+    for (objective, kind, _), group in pd.concat([data, unit]).groupby(
+        ["objective", "measure", "factor"], sort=False
+    ):
         wide = group.pivot(index="run", columns="half", values="value")
         wide = wide[(wide > 0).all(axis=1)]
         arms = wide.index.str.replace(r"-s\d+$", "", regex=True).to_series(index=wide.index)
@@ -104,7 +131,9 @@ def table(data: pd.DataFrame) -> pd.DataFrame:
                 "within arms ": f"{lengthened(inside)[0]:.2f}",
                 "rank correlation with accuracy": f"{spearmanr(wide.mean(axis=1), success[wide.index]).statistic:+.2f}",
                 "processor s": f"{seconds:.1f}",
-                "s for 0.9 within arms": f"{seconds * needed:.0f}" if math.isfinite(needed) else "–",
+                "s for 0.9 within arms": f"{seconds * needed:.0f}"
+                if math.isfinite(needed)
+                else "–",
             }
         )
     return pd.DataFrame(rows).replace("nan", "–").replace("nan (most nan)", "–")
@@ -119,8 +148,14 @@ def main() -> None:
     torch.set_num_threads(1)
     data = pd.read_csv(given.values) if given.values.exists() else pd.DataFrame(columns=["run"])
     radius = None
-    for folder in sorted(given.folder.iterdir(), key=lambda path: (path.name.split("-s")[-1].zfill(4), path.name)):
-        if not re.fullmatch(r"\w+-s\d+", folder.name) or not checkpoints(folder) or folder.name in set(data["run"]):
+    for folder in sorted(
+        given.folder.iterdir(), key=lambda path: (path.name.split("-s")[-1].zfill(4), path.name)
+    ):
+        if (
+            not re.fullmatch(r"\w+-s\d+", folder.name)
+            or not checkpoints(folder)
+            or folder.name in set(data["run"])
+        ):
             continue
         if len(data):
             radius = float(data.loc[data["factor"] == 1.0, "rho"].iloc[0])

@@ -18,7 +18,9 @@ from sharpscope.sweeps import read_sweep
 from sharpscope.traces import load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
-DATA = {"1": ROOT / "data" / "reference"} | {name: ROOT / "data" / "studies" / name / "runs" for name in ("2", "3")}
+DATA = {"1": ROOT / "data" / "reference"} | {
+    name: ROOT / "data" / "studies" / name / "runs" for name in ("2", "3")
+}
 
 
 def main(write: bool) -> int:
@@ -33,13 +35,18 @@ def main(write: bool) -> int:
         if write:
             (results / "claims.json").write_text(claims_json(verdicts), encoding="utf-8")
             continue
-        stored = {entry["claim"]: entry for entry in json.loads((results / "claims.json").read_text("utf-8"))}
+        stored = {
+            entry["claim"]: entry
+            for entry in json.loads((results / "claims.json").read_text("utf-8"))
+        }
         for after in json.loads(claims_json(verdicts)):
             before = stored.get(after["claim"], {})
             for key in ("verdict", "reason", "p_value", "n"):
                 if before.get(key) != after[key]:
                     differing += 1
-                    print(f"study {name}, {after['claim']}, {key}: {before.get(key)} → {after[key]}")
+                    print(
+                        f"study {name}, {after['claim']}, {key}: {before.get(key)} → {after[key]}"
+                    )
     return int(differing > 0)
 
 

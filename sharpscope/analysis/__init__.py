@@ -5,4 +5,11 @@ from sharpscope.analysis.output import AnalysisResult, analyze
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.spikes import explain_spikes, spike_text
 from sharpscope.analysis.study import nothing_found
-from sharpscope.analysis.terminal import path_sections, show, show_headline, spike_sections, token_sections, watch
+from sharpscope.analysis.terminal import (
+    path_sections,
+    show,
+    show_headline,
+    spike_sections,
+    token_sections,
+    watch,
+)

@@ -9,7 +9,14 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
-from sharpscope.analysis.measures import ROUNDED, STEPS, accuracy_values, known, rotates, sharpness_rows
+from sharpscope.analysis.measures import (
+    ROUNDED,
+    STEPS,
+    accuracy_values,
+    known,
+    rotates,
+    sharpness_rows,
+)
 from sharpscope.analysis.spikes import SPIKE_Z, gradient_scores
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study, per_run
@@ -44,13 +51,27 @@ def run_values(run: Run) -> pd.DataFrame:
         for name, values in columns.items()
         if not rounding.get(name)
     ]
-    evaluated, sharp = accuracy_values(run), sharpness_rows(run).drop_duplicates(["measure", "step"])
+    evaluated, sharp = (
+        accuracy_values(run),
+        sharpness_rows(run).drop_duplicates(["measure", "step"]),
+    )
     how = evaluated["temperature"].map(sampling)
     names = evaluated["split"].str.replace("heldout", "held-out") + " accuracy, " + how + " [%]"
     shares = 100 * evaluated[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
-    ends = {"low": sharp["value"] - sharp["half"], "high": sharp["value"] + sharp["half"], "quantity": sharp["measure"]}
-    sharp = sharp[["step", "value"]].assign(**ends, saturated=known(sharp["saturation"]) > MAX_SATURATION)
-    parts = [*by_step[:1], shares.assign(step=evaluated["step"], quantity=names), *by_step[1:], sharp]
+    ends = {
+        "low": sharp["value"] - sharp["half"],
+        "high": sharp["value"] + sharp["half"],
+        "quantity": sharp["measure"],
+    }
+    sharp = sharp[["step", "value"]].assign(
+        **ends, saturated=known(sharp["saturation"]) > MAX_SATURATION
+    )
+    parts = [
+        *by_step[:1],
+        shares.assign(step=evaluated["step"], quantity=names),
+        *by_step[1:],
+        sharp,
+    ]
     blank = pd.DataFrame(columns=["step", "quantity", "value", "low", "high", "saturated"])
     return pd.concat([blank, *(part for part in parts if len(part))], ignore_index=True)
 
@@ -69,7 +90,9 @@ def varying(values: pd.DataFrame) -> pd.DataFrame:
     frame = values.dropna(subset=["value"])
     grouped = frame.groupby("quantity")
     low, high = grouped["value"].transform("min"), grouped["value"].transform("max")
-    still = (high - low <= ROUNDED * high.abs()) & frame["quantity"].isin([one.name for one in STEPS.values()])
+    still = (high - low <= ROUNDED * high.abs()) & frame["quantity"].isin(
+        [one.name for one in STEPS.values()]
+    )
     return frame[(grouped["step"].transform("nunique") > 1) & ~still]
 
 
@@ -99,7 +122,9 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
         "settings": described,
         "charts": [chart_of(rows, labels) for _, rows in drawn.groupby("quantity", sort=False)],
         "events": _events(part),
-        "still": [one.name for one in STEPS.values() if one.name in recorded - set(drawn["quantity"])],
+        "still": [
+            one.name for one in STEPS.values() if one.name in recorded - set(drawn["quantity"])
+        ],
     }
 
 

@@ -94,10 +94,17 @@ def setting_text(label: object) -> str:
 def finish(figure: Figure, axis: Axes) -> None:
     """Fold a long axis label, and add a legend above the figure that names each label once."""
     axis.set_ylabel(fill(axis.get_ylabel(), 30))
-    handles = {label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    handles = {
+        label: handle for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
     if handles:
         # 0.06 inch a letter and 0.5 inch for the line: a legend wider than its figure would be cut off
-        across = max(1, min(len(handles), 3, int(figure.get_figwidth() / (0.5 + 0.06 * max(map(len, handles))))))
+        across = max(
+            1,
+            min(
+                len(handles), 3, int(figure.get_figwidth() / (0.5 + 0.06 * max(map(len, handles))))
+            ),
+        )
         figure.set_figheight(figure.get_figheight() + 0.15 * max(0, -(-len(handles) // across) - 1))
         figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=across)
 
@@ -126,15 +133,29 @@ def curves(chart: Mapping[str, Any], settings: Sequence[Mapping[str, Any]]) -> F
                 axis.plot(x, each, color=color, linewidth=0.5, alpha=0.5)
             if "low" in series and len(x) <= FEW:
                 arms = [y - series["low"], series["high"] - y]
-                axis.errorbar(x, y, yerr=arms, color=color, linestyle="none", linewidth=1, capsize=2)
+                axis.errorbar(
+                    x, y, yerr=arms, color=color, linestyle="none", linewidth=1, capsize=2
+                )
             elif "low" in series:
-                axis.fill_between(x, series["low"], series["high"], color=color, linewidth=0, alpha=0.16)
+                axis.fill_between(
+                    x, series["low"], series["high"], color=color, linewidth=0, alpha=0.16
+                )
             if "hollow" in series:
                 at = series["hollow"].astype(int)
                 ring: Any = {"markerfacecolor": "w", "markeredgecolor": color, "markersize": 6}
                 axis.plot(x[at], y[at], "o", label="saturated", **ring)
-            axis.plot(x, y, color=color, marker="o" if len(x) <= 12 else "", label=setting_text(setting["label"]))
-        axis.set(xlabel="step", ylabel=plain(chart["title"], 100), yscale="log" if chart["log"] else "linear")
+            axis.plot(
+                x,
+                y,
+                color=color,
+                marker="o" if len(x) <= 12 else "",
+                label=setting_text(setting["label"]),
+            )
+        axis.set(
+            xlabel="step",
+            ylabel=plain(chart["title"], 100),
+            yscale="log" if chart["log"] else "linear",
+        )
         axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         finish(figure, axis)
     return figure
@@ -158,12 +179,16 @@ def paired_dots(verdict: Verdict) -> Figure:
         for row, frame in enumerate(parts.values()):
             data = frame["difference"].to_numpy(dtype=float)
             interval = contrast_interval(data) or mean_interval(data)
-            axis.plot(scaled(data), np.full(len(data), row), ".", color=GRAY, alpha=0.7, markersize=7)
+            axis.plot(
+                scaled(data), np.full(len(data), row), ".", color=GRAY, alpha=0.7, markersize=7
+            )
             if interval is not None:
                 axis.plot(scaled([interval.low, interval.high]), [row, row], color=BLUE)
             axis.plot(scaled(data.mean()), row, "o", color=BLUE, markersize=5)
         axis.set_yticks(range(len(parts)), [plain(name) for name in parts])
-        axis.set(xlabel=fill(plain(f"{claim.effect} [{unit}]", 160), 60), ylim=(-0.6, len(parts) - 0.4))
+        axis.set(
+            xlabel=fill(plain(f"{claim.effect} [{unit}]", 160), 60), ylim=(-0.6, len(parts) - 0.4)
+        )
         finish(figure, axis)
     return figure
 
@@ -171,14 +196,22 @@ def paired_dots(verdict: Verdict) -> Figure:
 def rotation_figure(table: pd.DataFrame, noise: float) -> Figure:
     """The angle [degrees] by which each method of `table` turns the gradient and the optimizer's step; dashed: the batch's noise."""
     shown = table[table[["gradient_rotation", "update_rotation"]].notna().any(axis=1)]
-    shown = shown.sort_values("gradient_rotation", ascending=False, na_position="first", kind="stable")
+    shown = shown.sort_values(
+        "gradient_rotation", ascending=False, na_position="first", kind="stable"
+    )
     with styled():
         figure, axis = panel(WIDTH, 0.9 + 0.2 * len(shown))
         height = np.arange(len(shown))
         axis.plot(shown["gradient_rotation"], height, "o", color=BLUE, label="gradient")
         axis.plot(shown["update_rotation"], height, "s", color=COLORS[1], label="optimizer's step")
         if math.isfinite(noise):
-            axis.axvline(noise, color=GRAY, linestyle="--", linewidth=1, label=f"noise of the batch, {noise:.0f}°")
+            axis.axvline(
+                noise,
+                color=GRAY,
+                linestyle="--",
+                linewidth=1,
+                label=f"noise of the batch, {noise:.0f}°",
+            )
         axis.set_yticks(height, [plain(name, 48) for name in shown["method"]])
         axis.set(xlabel="angle to the reference [°]", ylim=(-0.6, len(shown) - 0.4))
         axis.set_xlim(left=0)
@@ -204,7 +237,11 @@ def chart_figures(studies: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, F
     """Names and figures of the charts of each study, see `study_charts`."""
     for study in studies:
         for chart in study["charts"]:
-            name = re.sub(r"\W+", "_", f"{study['name']} {chart['title'].partition(' [')[0]}").strip("_").lower()
+            name = (
+                re.sub(r"\W+", "_", f"{study['name']} {chart['title'].partition(' [')[0]}")
+                .strip("_")
+                .lower()
+            )
             yield name, curves(chart, study["settings"])
 
 
@@ -228,7 +265,10 @@ def write_card(run: Run, file: Path) -> Path:
         why = recorded_by(run, "recording.token_gradients_every")
         raise UserError(f"--card: no token's share of the gradient was recorded in {run.name}{why}")
     study = Study({run.name: run}, name=run.task)
-    sections = [*found_sections(study, study.settings, top=3), Section("", curve_table(run).head(1))]
+    sections = [
+        *found_sections(study, study.settings, top=3),
+        Section("", curve_table(run).head(1)),
+    ]
     with styled(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing")
         try:
@@ -241,17 +281,27 @@ def write_card(run: Run, file: Path) -> Path:
 def terminal_picture(sections: Sequence[Section], width: int = 96) -> Figure:
     """Sections as a terminal of `width` letters shows them."""
     console = Console(file=StringIO(), force_terminal=True, color_system="truecolor")
-    shown = console.render_lines(to_terminal(sections), console.options.update(width=width), pad=False)
+    shown = console.render_lines(
+        to_terminal(sections), console.options.update(width=width), pad=False
+    )
     across, down = LETTER * (width + 4), LINE * (len(shown) + 2)
     figure = Figure(figsize=(across, down), facecolor="white")
     FigureCanvasAgg(figure)
-    look: dict[str, Any] = {"family": [name for name in FONTS if name in get_font_names()], "size": 10}
+    look: dict[str, Any] = {
+        "family": [name for name in FONTS if name in get_font_names()],
+        "size": 10,
+    }
     for n, line in enumerate(shown):
         x = 2 * LETTER
         for text, style, _ in line:
             color = style.color.get_truecolor().hex if style and style.color else None
-            look |= {"weight": "bold" if style and style.bold else "normal", "color": "white" if color else "black"}
+            look |= {
+                "weight": "bold" if style and style.bold else "normal",
+                "color": "white" if color else "black",
+            }
             box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if color else None
-            figure.text(x / across, 1 - (n + 2) * LINE / down, text, parse_math=False, bbox=box, **look)
+            figure.text(
+                x / across, 1 - (n + 2) * LINE / down, text, parse_math=False, bbox=box, **look
+            )
             x += LETTER * cell_len(text)
     return figure

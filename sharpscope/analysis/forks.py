@@ -21,7 +21,10 @@ from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.text import number, percent
 from sharpscope.traces import Run
 
-COMPARISONS = {"step": "the optimizer's step as it is", "kl": "scaled to the KL of the reference's step"}
+COMPARISONS = {
+    "step": "the optimizer's step as it is",
+    "kl": "scaled to the KL of the reference's step",
+}
 """How the arms' updates are compared."""
 NOTE = (
     "One update of each method from the same state on the same completions, measured by importance weighting. Cells: "
@@ -74,7 +77,8 @@ def fork_differences(forks: pd.DataFrame) -> pd.DataFrame:
     state = "step " + pairs["step"].astype(str)
     pairs["state"] = state.where(~several, pairs["run"].astype(str) + ", " + state)
     pairs = pairs.sort_values(["run", "step"], kind="stable")
-    numbers = pairs[["both", "change", "difference"]]  # without the columns of text, which take most of the time
+    # without the columns of text, which take most of the time
+    numbers = pairs[["both", "change", "difference"]]
     result = []
     for key, places in pairs.groupby(_SERIES, sort=False).groups.items():
         common = dict(zip(_SERIES, key, strict=True))  # type: ignore[call-overload]
@@ -92,7 +96,8 @@ def fork_differences(forks: pd.DataFrame) -> pd.DataFrame:
 def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     """Every row with the change of the reference arm on the same batch; `both`: valid and finite for both."""
     start = rows["start"].astype(float)
-    changes = start.notna().groupby([rows["fork"], rows["outcome"]]).transform("any")  # else a quantity of the update
+    # else a quantity of the update
+    changes = start.notna().groupby([rows["fork"], rows["outcome"]]).transform("any")
     changed = rows.assign(change=rows["value"].astype(float) - start.where(changes, 0.0))
     changed["valid"] = rows["valid"].fillna(False).astype(bool) & changed["change"].notna()
     keep = [*_KEY, "change", "valid"]
@@ -108,9 +113,15 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
     """Means and intervals over the batches of one state, or over the means of several; those without a batch are left out."""
     one, states = len(states) == 1, [state for state in states if len(state)]
     if not states:
-        nothing = dict.fromkeys(("change", "change_low", "change_high", "difference", "low", "high", "p", "sd"))
+        nothing = dict.fromkeys(
+            ("change", "change_low", "change_high", "difference", "low", "high", "p", "sd")
+        )
         return {"states": 0, "batches": 0, "invalid": invalid, **nothing}
-    sample = states[0] if one else pd.DataFrame([state[["change", "difference"]].mean() for state in states])
+    sample = (
+        states[0]
+        if one
+        else pd.DataFrame([state[["change", "difference"]].mean() for state in states])
+    )
     change, difference = (sample[name].to_numpy(dtype=float) for name in ("change", "difference"))
     within = [state["difference"].var() for state in states if len(state) > 1]
     found = map(mean_interval, (change, difference))
@@ -119,7 +130,10 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
         **{"states": len(states), "batches": sum(map(len, states)), "invalid": invalid},
         **{"change": float(change.mean()), "change_low": ends[0][0], "change_high": ends[0][1]},
         **{"difference": float(difference.mean()), "low": ends[1][0], "high": ends[1][1]},
-        **{"p": _p_value(difference), "sd": math.sqrt(float(np.mean(within))) if within else math.nan},
+        **{
+            "p": _p_value(difference),
+            "sd": math.sqrt(float(np.mean(within))) if within else math.nan,
+        },
     }
 
 
@@ -130,35 +144,53 @@ def _p_value(values: np.ndarray) -> float:
     return float(ttest_1samp(values, 0.0).pvalue)
 
 
-def fork_sections(differences: pd.DataFrame, title: str = "", most: int | None = None) -> list[Section]:
+def fork_sections(
+    differences: pd.DataFrame, title: str = "", most: int | None = None
+) -> list[Section]:
     """The tables of one fork's `fork_differences`: of each state the steps as they are, of the last one the matched ones too.
 
     `title`: before those of the tables; `most`: outcomes of a table, None: all.
     """
-    turned = differences[differences["outcome"] == "update_rotation"].drop_duplicates(["state", "arm"])
+    turned = differences[differences["outcome"] == "update_rotation"].drop_duplicates(
+        ["state", "arm"]
+    )
     angles = turned.set_index(["state", "arm"])["change"]  # they do not depend on the comparison
     sections = []
     states = list(dict.fromkeys(differences["state"]))
     for state, (comparison, text) in itertools.product(states, COMPARISONS.items()):
-        here = differences[(differences["state"] == state) & (differences["comparison"] == comparison)]
+        here = differences[
+            (differences["state"] == state) & (differences["comparison"] == comparison)
+        ]
         if here.empty or (comparison != "step" and state != states[-1]):
             continue
         outcomes = [name for name in NAMES if name in set(here["outcome"])][:most]
         rows = []
         for arm, part in here.set_index("outcome").groupby("arm", sort=False):
             is_reference = arm == part["reference"].iloc[0]
-            columns = ("change", "change_low", "change_high") if is_reference else ("difference", "low", "high")
+            columns = (
+                ("change", "change_low", "change_high")
+                if is_reference
+                else ("difference", "low", "high")
+            )
             row = {"arm": f"{arm} (reference)" if is_reference else str(arm)}
             row["rotation of the update [°]"] = number(angles.get((state, arm)))
             for name in outcomes:
                 unit, factor = UNITS.get(name, ("", 1.0))
                 mean, low, high = (factor * part[column].get(name, math.nan) for column in columns)
                 interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
-                row[NAMES[name] + f" [{unit}]" * bool(unit)] = "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
+                row[NAMES[name] + f" [{unit}]" * bool(unit)] = (
+                    "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
+                )
             main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
-            row[f"p ({NAMES.get(str(main.name), main.name)})"] = "–" if is_reference else number(main["p"])
-            rows.append(row | {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))})
-        sections.append(Section(f"{title}{state}, {text}", pd.DataFrame(rows), NOTE, "Counterfactual updates"))
+            row[f"p ({NAMES.get(str(main.name), main.name)})"] = (
+                "–" if is_reference else number(main["p"])
+            )
+            rows.append(
+                row | {"batches": str(int(main["batches"])), "left out": str(int(main["invalid"]))}
+            )
+        sections.append(
+            Section(f"{title}{state}, {text}", pd.DataFrame(rows), NOTE, "Counterfactual updates")
+        )
     return sections
 
 
@@ -188,10 +220,14 @@ def without_sections(run: Run, name: str) -> list[Section]:
     settings = run.info["forks"][name]
     arms = list(dict.fromkeys(rows["arm"]))
     values, errors, valid = (
-        rows.pivot(index="outcome", columns="arm", values=column).reindex(columns=arms).astype(float)
+        rows.pivot(index="outcome", columns="arm", values=column)
+        .reindex(columns=arms)
+        .astype(float)
         for column in ("value", "std_error", "valid")
     )
-    values.insert(0, "before", rows.drop_duplicates("outcome").set_index("outcome")["start"].astype(float))
+    values.insert(
+        0, "before", rows.drop_duplicates("outcome").set_index("outcome")["start"].astype(float)
+    )
 
     def cell(outcome: str, arm: str) -> str:
         """A value with its standard error; `saturated` where it measures its ceiling."""
@@ -200,7 +236,9 @@ def without_sections(run: Run, name: str) -> list[Section]:
         text = percent(value, 1) if share else number(value)
         if arm in errors and pd.notna(value) and pd.notna(error := errors.at[outcome, arm]):  # type: ignore[arg-type]
             text += f" ± {100 * error:.1f}"  # type: ignore[operator, str-bytes-safe]
-        return text + " (saturated)" * (outcome == "sam_sharpness" and arm in valid and not valid.at[outcome, arm])
+        return text + " (saturated)" * (
+            outcome == "sam_sharpness" and arm in valid and not valid.at[outcome, arm]
+        )
 
     shown = [outcome for outcome in OUTCOMES if outcome in values.index]
     table = pd.DataFrame({"outcome": [OUTCOMES[outcome] for outcome in shown]})
@@ -210,7 +248,8 @@ def without_sections(run: Run, name: str) -> list[Section]:
     top, step = int(settings["top"]), int(settings["step"])
     parts = [
         Section(
-            f"{run.name}, step {step}: with and without its {top} leading tokens", tokens_verdict(values, arms, top)
+            f"{run.name}, step {step}: with and without its {top} leading tokens",
+            tokens_verdict(values, arms, top),
         ),
         Section("", table, note),
     ]
@@ -218,12 +257,23 @@ def without_sections(run: Run, name: str) -> list[Section]:
         part = values.loc[values.index.str.startswith(prefix), arms]
         part = part.set_axis(part.index.str.removeprefix(prefix))
         if len(part):
-            order = (part[arms[0]] - part[arms[1]]).abs().sort_values(ascending=False, kind="stable").index[:LARGEST]
-            parts.append(Section(title, part.loc[order].map(number).reset_index(names="parameters")))
-    known = run.tokens(steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"])
+            order = (
+                (part[arms[0]] - part[arms[1]])
+                .abs()
+                .sort_values(ascending=False, kind="stable")
+                .index[:LARGEST]
+            )
+            parts.append(
+                Section(title, part.loc[order].map(number).reset_index(names="parameters"))
+            )
+    known = run.tokens(
+        steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"]
+    )
     tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
     cells = (
-        tokens[["rollout", "position"]].astype(str).assign(share=[percent(s, 1, sign=True) for s in tokens["share"]])
+        tokens[["rollout", "position"]]
+        .astype(str)
+        .assign(share=[percent(s, 1, sign=True) for s in tokens["share"]])
     )
     if len(known) and tokens["logp"].notna().all():  # their text is in the trace
         cells["token"] = sentences(run, step, tokens)  # type: ignore[assignment]
@@ -237,17 +287,31 @@ def tokens_verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
     `values`: outcome by arm; `arms`: the step as it was, without the leading tokens, and without random others.
     """
     gone, parts = {}, []
-    for name, what, unit in (("kl", "the step's KL", " nats a token"), ("grad_norm", "the gradient's norm", "")):
+    for name, what, unit in (
+        ("kl", "the step's KL", " nats a token"),
+        ("grad_norm", "the gradient's norm", ""),
+    ):
         whole, without, others = (float(values.at[name, arm]) for arm in arms)  # type: ignore[arg-type]
-        gone[name] = tuple(1 - value / whole if whole > 0 else math.nan for value in (without, others))
-        less, random = (f"{percent(abs(part))} {'larger' if part < 0 else 'smaller'}" for part in gone[name])
+        gone[name] = tuple(
+            1 - value / whole if whole > 0 else math.nan for value in (without, others)
+        )
+        less, random = (
+            f"{percent(abs(part))} {'larger' if part < 0 else 'smaller'}" for part in gone[name]
+        )
         change = f"{number(without)}{unit} in place of {number(whole)}"
         parts.append(f"{what} is {less} ({change}), and {random} without {top} random ones")
     said = f"Without these {top} tokens {parts[0]}; {parts[1]}."
-    most = {name: tokens >= MOST and tokens > 2 * max(random, 0.0) for name, (tokens, random) in gone.items()}
+    most = {
+        name: tokens >= MOST and tokens > 2 * max(random, 0.0)
+        for name, (tokens, random) in gone.items()
+    }
     if most["grad_norm"] and not most["kl"]:
         said += " The step is less changed than the gradient: clipping and the optimizer's moments bound it whatever the gradient's size."
     if "accuracy_greedy" in values.index:
-        after, before = (percent(values.at["accuracy_greedy", arm], 1) for arm in (arms[1], arms[0]))
-        said += f" Greedy held-out accuracy after the step: {after} without them, {before} with them."
+        after, before = (
+            percent(values.at["accuracy_greedy", arm], 1) for arm in (arms[1], arms[0])
+        )
+        said += (
+            f" Greedy held-out accuracy after the step: {after} without them, {before} with them."
+        )
     return said

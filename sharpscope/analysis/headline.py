@@ -6,16 +6,33 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.measures import accuracy_values
 from sharpscope.analysis.sections import Marked, Section
-from sharpscope.analysis.spikes import SPIKE_Z, SURE, Spike, concentration, notable_steps, recorded_by, step_shares
+from sharpscope.analysis.spikes import (
+    SPIKE_Z,
+    SURE,
+    Spike,
+    concentration,
+    notable_steps,
+    recorded_by,
+    step_shares,
+)
 from sharpscope.analysis.statistics import mean_interval
 from sharpscope.analysis.study import Setting, Study, last_step
-from sharpscope.analysis.text import interval_text, method_label, number, percent, sampling, told_apart, visible
+from sharpscope.analysis.text import (
+    interval_text,
+    method_label,
+    number,
+    percent,
+    sampling,
+    told_apart,
+    visible,
+)
 from sharpscope.rules.judging import SPIKE_WINDOW
 from sharpscope.traces import Run
 from sharpscope.traces.reader import piece_maker
@@ -57,7 +74,9 @@ def largest_update(run: Run) -> Spike | None:
     Not that with the largest z, which also says how alike the steps before were. Without such a spike, the largest gradient with shares.
     """
     found = [spike for spike in notable_steps(run) if spike.tokens is not None]
-    return max(found, key=lambda spike: spike.times if spike.z >= SPIKE_Z else -math.inf, default=None)
+    return max(
+        found, key=lambda spike: spike.times if spike.z >= SPIKE_Z else -math.inf, default=None
+    )
 
 
 def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
@@ -82,24 +101,37 @@ def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
 def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
     """Each of the `chosen` tokens (rollout, position, loss_coef, advantage) in its sentence; ids without a readable tokenizer."""
     maker = piece_maker(run)
-    everything = run.tokens(steps=[step], columns=["rollout", "position", "token_id"]).sort_values("position")
+    everything = run.tokens(steps=[step], columns=["rollout", "position", "token_id"]).sort_values(
+        "position"
+    )
     texts: dict[int, tuple[list[int], list[str]]] = {}
-    for rollout, rows in everything[everything["rollout"].isin(chosen["rollout"])].groupby("rollout"):
+    for rollout, rows in everything[everything["rollout"].isin(chosen["rollout"])].groupby(
+        "rollout"
+    ):
         ids = list(map(int, rows["token_id"]))
-        texts[int(str(rollout))] = list(rows["position"]), [f"⟨{i}⟩" for i in ids] if maker is None else maker(ids)
+        texts[int(str(rollout))] = (
+            list(rows["position"]),
+            [f"⟨{i}⟩" for i in ids] if maker is None else maker(ids),
+        )
     result = []
     for row in chosen.to_dict("records"):
         place = (run.name, step, int(row["rollout"]), int(row["position"]))
         positions, words = texts[place[2]]
         at = positions.index(place[3])
-        before, after = "".join(words[max(0, at - AROUND) : at]), "".join(words[at + 1 : at + 1 + AROUND])
-        result.append(Marked(before[-WIDTH:], words[at][:WIDTH], after[:WIDTH], _direction(row), *place))
+        before, after = (
+            "".join(words[max(0, at - AROUND) : at]),
+            "".join(words[at + 1 : at + 1 + AROUND]),
+        )
+        result.append(
+            Marked(before[-WIDTH:], words[at][:WIDTH], after[:WIDTH], _direction(row), *place)
+        )
     return result
 
 
-def _direction(row: dict[object, object]) -> int:
+def _direction(row: dict[Any, Any]) -> int:
     """1 if the loss makes the token more likely, -1 if less likely: the sign of -dL/d ln π, or else of the advantage."""
-    coefficient, advantage = (float(row.get(name, math.nan) or 0.0) for name in ("loss_coef", "advantage"))  # type: ignore[arg-type]
+    coefficient = float(row.get("loss_coef", math.nan) or 0.0)
+    advantage = float(row.get("advantage", math.nan) or 0.0)
     value = -coefficient if coefficient and math.isfinite(coefficient) else advantage
     return int(np.sign(value)) if math.isfinite(value) else 0
 
@@ -121,7 +153,8 @@ def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
     """For each run that has shares the `top` tokens of its most informative step, how few carry its gradient, and the largest prompt."""
     result = []
     for run in runs:
-        spike = None if run.reduced is not None else largest_update(run)  # a sample of tokens lacks the largest ones
+        # a sample of tokens lacks the largest ones
+        spike = None if run.reduced is not None else largest_update(run)
         if spike is not None:
             first = step_sections(run, spike, top)[0]
             note = f"{concentration_text(run, spike.step)} {first.note}"
@@ -133,7 +166,11 @@ def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
     if not result and runs:
         why = recorded_by(runs[0], "recording.token_gradients_every")
         why = why if runs[0].reduced is None else ": the run was reduced"
-        result.append(Section("Which tokens moved the model", f"No token's share of the gradient was kept{why}."))
+        result.append(
+            Section(
+                "Which tokens moved the model", f"No token's share of the gradient was kept{why}."
+            )
+        )
     return result
 
 
@@ -150,13 +187,17 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         share += " against the rest" if one.share < 0 else ""
         answer = "" if one.correct is None else "right" if one.correct else "wrong"
         rows.append((one.arrow, one.sentence, answer, share, number(one.probability)))
-        records.append(asdict(one.sentence) | {k: v for k, v in vars(one).items() if k != "sentence"})
+        records.append(
+            asdict(one.sentence) | {k: v for k, v in vars(one).items() if k != "sentence"}
+        )
     tokens = pd.DataFrame(rows, columns=["", "token", "answer", "share of the update", "π"])
     tokens = tokens if tokens["answer"].any() else tokens.drop(columns="answer")
     note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
     of, first = (f" of {spike.sample}" if spike.sample else ""), spike.prompts.head(4)
     texts = told_apart([str(text) for text in first["prompt"]])
-    prompts = pd.DataFrame({"share": [percent(one, 1, sign=True) for one in first["share"]], "prompt": texts})
+    prompts = pd.DataFrame(
+        {"share": [percent(one, 1, sign=True) for one in first["share"]], "prompt": texts}
+    )
     result = [
         Section(title, tokens, note, records=records),
         Section(f"Prompts{of}", prompts, records=first.to_dict("records")),  # type: ignore[arg-type]
@@ -165,7 +206,11 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         return result
     numbers = spike.probabilities.to_dict("records")
     cells = [
-        (f"{row['low']:g} to {row['high']:g}", percent(row["share"], 1, sign=True), percent(row["tokens"], 1))
+        (
+            f"{row['low']:g} to {row['high']:g}",
+            percent(row["share"], 1, sign=True),
+            percent(row["tokens"], 1),
+        )
         for row in numbers
     ]
     ranges = pd.DataFrame(cells, columns=["π", "share of the update", "share of the tokens"])
@@ -179,30 +224,40 @@ def trained_text(study: Study, settings: Sequence[Setting]) -> str:
     steps = f"{min(lengths)}" if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
     seeds = max(len(setting.runs) for setting in settings)
     names = " and ".join(method_label(setting.label) for setting in settings)
-    text = f"{names}: {steps} steps of {study.name}" + (f", up to {seeds} seeds each." if seeds > 1 else ".")
+    text = f"{names}: {steps} steps of {study.name}" + (
+        f", up to {seeds} seeds each." if seeds > 1 else "."
+    )
     return " ".join([text, *accuracy_texts(settings), *rotation_texts(settings)])
 
 
 def rotation_texts(settings: Sequence[Setting]) -> list[str]:
     """How far token weights would turn the gradient of trainings that were recorded with `rotation=`."""
     said = []
-    for run in (run for setting in settings for run in setting.runs.values() if run.info.get("rotation")):
+    for run in (
+        run for setting in settings for run in setting.runs.values() if run.info.get("rotation")
+    ):
         angles = run.updates["gradient_rotation"].dropna()
         if len(angles):
             each = f"{angles.mean():.1f}° on average over {len(angles)} updates (at most {angles.max():.1f}°)"
-            said.append(f"The weights of {run.info['rotation']} would turn the gradient of {run.name} by {each}.")
+            said.append(
+                f"The weights of {run.info['rotation']} would turn the gradient of {run.name} by {each}."
+            )
     return said
 
 
 def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
     """Accuracy before and after of each split that training did not use, at each temperature, with its interval."""
     tables = [
-        accuracy_values(run).assign(setting=s.label, run=n) for s in settings for n, run in enumerate(s.runs.values())
+        accuracy_values(run).assign(setting=s.label, run=n)
+        for s in settings
+        for n, run in enumerate(s.runs.values())
     ]
     whole = pd.concat(tables)
     names = {"heldout": "held-out prompts", "unseen": "prompts of sizes that training never saw"}
     said = []
-    for (split, heat), part in whole[whole["split"].isin(list(names))].groupby(["split", "temperature"]):
+    for (split, heat), part in whole[whole["split"].isin(list(names))].groupby(
+        ["split", "temperature"]
+    ):
         runs = [rows for _, rows in part.groupby(["setting", "run"], sort=False)]
         first = [rows["accuracy"].iloc[0] for rows in runs if len(rows) > 1]
         ends = f"{percent(np.mean(first))} before, " if first else ""
@@ -236,7 +291,9 @@ def layer_norms(run: Run) -> pd.DataFrame:
     known = run.updates.dropna(subset=names[:1])[["step", "update", *names]]
     for step, update, *texts in known.itertuples(index=False):
         gradient, moved = (json.loads(text) if isinstance(text, str) else {} for text in texts)
-        rows += [(step, update, group, value, moved.get(group)) for group, value in gradient.items()]
+        rows += [
+            (step, update, group, value, moved.get(group)) for group, value in gradient.items()
+        ]
     frame = pd.DataFrame(rows, columns=["step", "update", "group", "grad_norm", "update_norm"])
     return frame.astype({"grad_norm": float, "update_norm": float})
 
@@ -252,7 +309,9 @@ def layer_growth(run: Run, step: int) -> pd.DataFrame:
     if here.empty:
         return pd.DataFrame()
     present = here[(here**2).sum().idxmax()].dropna()
-    earlier = table[table["step"] < step].pivot_table(index=["step", "update"], columns="group", values="grad_norm")
+    earlier = table[table["step"] < step].pivot_table(
+        index=["step", "update"], columns="group", values="grad_norm"
+    )
     typical = earlier.tail(SPIKE_WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
     share = present**2 / float((present**2).sum())
@@ -273,8 +332,14 @@ def layer_tokens(run: Run, step: int) -> pd.DataFrame:
     The largest in all first. Empty where nothing was recorded.
     """
     columns = ["rollout", "position", "loss_coef", "advantage", "score_norm_by_layer"]
-    tokens = run.tokens(steps=[step], columns=columns).dropna(subset=["score_norm_by_layer"]).reset_index(drop=True)
-    by_layer = pd.DataFrame([json.loads(text) for text in tokens.pop("score_norm_by_layer")], dtype=float)
+    tokens = (
+        run.tokens(steps=[step], columns=columns)
+        .dropna(subset=["score_norm_by_layer"])
+        .reset_index(drop=True)
+    )
+    by_layer = pd.DataFrame(
+        [json.loads(text) for text in tokens.pop("score_norm_by_layer")], dtype=float
+    )
     by_layer = by_layer.mul(tokens["loss_coef"].abs().astype(float), axis=0)
     order = (by_layer**2).sum(axis=1).sort_values(ascending=False, kind="stable").index
     return pd.concat([tokens, by_layer], axis=1).loc[order].reset_index(drop=True)
@@ -296,7 +361,10 @@ def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
         layer = most if most in layers else layers[0]
         tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
         where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
-        norms = {f"|c|·‖∇ ln π‖ in {where}": tokens[layer], "in all": (tokens[layers] ** 2).sum(axis=1) ** 0.5}
+        norms = {
+            f"|c|·‖∇ ln π‖ in {where}": tokens[layer],
+            "in all": (tokens[layers] ** 2).sum(axis=1) ** 0.5,
+        }
         columns = {name: [*map(number, values)] for name, values in norms.items()}
         table = pd.DataFrame({"token": sentences(run, step, tokens)} | columns)
         parts.append(Section(f"Leading tokens by {where}", table))

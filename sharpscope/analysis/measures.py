@@ -76,7 +76,14 @@ def _pooled(run: Run) -> dict[tuple[str, float, str], dict[int, tuple[float, int
     }
 
 
-EVALUATED = ("accuracy", "std_error", "pass_at_k", "pass_std_error", "accuracy_completed", "truncated")
+EVALUATED = (
+    "accuracy",
+    "std_error",
+    "pass_at_k",
+    "pass_std_error",
+    "accuracy_completed",
+    "truncated",
+)
 """Columns of `eval` that are pooled over levels; standard errors as those of independent levels."""
 
 
@@ -96,7 +103,10 @@ def last_evaluation(
     *runs: Run, split: str = "heldout", temperature: float = SAMPLED, column: str = "accuracy"
 ) -> int | None:
     """The last step at which all `runs` were evaluated on `split`."""
-    return max(set.intersection(*(set(evaluations(run, split, temperature, column)) for run in runs)), default=None)
+    return max(
+        set.intersection(*(set(evaluations(run, split, temperature, column)) for run in runs)),
+        default=None,
+    )
 
 
 def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
@@ -129,7 +139,13 @@ def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.Data
     Where no set's name contains it, all rows are taken if there is only one set. Rows without a value, and iterations that
     did not converge, are left out; of parameter groups only `all` counts.
     """
-    columns = [*("step", "probe_set", "functional", "parameters", "quantity"), "value", "rho", "converged", "ceiling"]
+    columns = [
+        *("step", "probe_set", "functional", "parameters", "quantity"),
+        "value",
+        "rho",
+        "converged",
+        "ceiling",
+    ]
     rows = run.probes.reindex(columns=columns)
     rows = rows[rows["quantity"].eq(quantity) & rows["functional"].eq(functional)]
     rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
@@ -150,12 +166,21 @@ def sharpness(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> 
     (`estimated`). NaN where the functional is not bounded or nothing is known.
     """
     rows = probe_rows(run, quantity, functional)
-    rows = rows.assign(rho=[float(f"{rho:.9g}") for rho in rows["rho"]], ceiling=pd.to_numeric(rows["ceiling"]))
-    means = rows.groupby(["step", "rho"])[["value", "ceiling"]].mean().rename(columns={"value": "rise"})
+    rows = rows.assign(
+        rho=[float(f"{rho:.9g}") for rho in rows["rho"]], ceiling=pd.to_numeric(rows["ceiling"])
+    )
+    means = (
+        rows.groupby(["step", "rho"])[["value", "ceiling"]].mean().rename(columns={"value": "rise"})
+    )
     estimated = means["ceiling"].isna() & (functional == FUNCTIONAL)
     steps = means.index.get_level_values("step")
-    known = [train_accuracy(run, int(step)) if new else None for step, new in zip(steps, estimated, strict=True)]
-    guess = pd.Series([math.nan if value is None else value[0] for value in known], means.index, dtype=float)
+    known = [
+        train_accuracy(run, int(step)) if new else None
+        for step, new in zip(steps, estimated, strict=True)
+    ]
+    guess = pd.Series(
+        [math.nan if value is None else value[0] for value in known], means.index, dtype=float
+    )
     means["ceiling"] = means["ceiling"].fillna(guess)
     means["saturation"] = means["rise"] / means["ceiling"].where(means["ceiling"] > 0)
     return means.assign(estimated=estimated)
@@ -177,11 +202,17 @@ def shared_sharpness(
     if one_set and len({probe_sets(run, quantity, functional) for run in runs}) != 1:
         return None
     frames = [sharpness(run, quantity, functional) for run in runs]
-    radii = sorted(set.intersection(*(set(frame.index.get_level_values("rho")) for frame in frames)))
+    radii = sorted(
+        set.intersection(*(set(frame.index.get_level_values("rho")) for frame in frames))
+    )
     if not radii:
         return None
     curves = {rho: [pd.DataFrame(frame.xs(rho, level="rho")) for frame in frames] for rho in radii}
-    free = [rho for rho in radii if not any((c["saturation"].iloc[-1:] > MAX_SATURATION).any() for c in curves[rho])]
+    free = [
+        rho
+        for rho in radii
+        if not any((c["saturation"].iloc[-1:] > MAX_SATURATION).any() for c in curves[rho])
+    ]
     chosen = max(free, default=radii[0])
     return chosen, curves[chosen]
 
@@ -234,7 +265,11 @@ def answer_noise(run: Run, split: str, step: int, temperature: float = SAMPLED) 
     if not len(rows):
         return None
     n, k, p = (rows[name].to_numpy(dtype=float) for name in ("n", "k", "accuracy"))
-    error = rows["std_error"].to_numpy(dtype=float) if "std_error" in rows else np.full(len(n), math.nan)
+    error = (
+        rows["std_error"].to_numpy(dtype=float)
+        if "std_error" in rows
+        else np.full(len(n), math.nan)
+    )
     within = np.maximum(0.0, p * (1 - p) - n * error**2) * k / np.maximum(k - 1, 1)
     within = np.where((k > 1) & np.isfinite(error), within, p * (1 - p))
     return float(np.sum((n / n.sum()) ** 2 * within / (n * k)))
@@ -314,8 +349,18 @@ def accuracy_values(run: Run) -> pd.DataFrame:
                 k = int(rows.loc[rows["step"] == step, "k"].max())
                 interval = accuracy_interval(accuracy, row["std_error"], prompts, k)
                 low, high = interval.low, interval.high
-                place = {"step": step, "split": split, "temperature": heat, "prompts": prompts, "k": k}
-                made.append(place | row | {"low": low, "high": high, "half": max(accuracy - low, high - accuracy)})
+                place = {
+                    "step": step,
+                    "split": split,
+                    "temperature": heat,
+                    "prompts": prompts,
+                    "k": k,
+                }
+                made.append(
+                    place
+                    | row
+                    | {"low": low, "high": high, "half": max(accuracy - low, high - accuracy)}
+                )
     names = ["step", "split", "temperature", "prompts", "k", *EVALUATED, "low", "high", "half"]
     return pd.DataFrame(made, columns=names)
 
@@ -328,16 +373,28 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     """
     rows = run.probes
     good = rows["value"].notna() & ~rows["converged"].isin([False]) & (rows["parameters"] == "all")
-    rows = rows[good & rows["quantity"].isin(list(SHARPNESS)) & ~rows["probe_set"].fillna("").str.contains("/heldout@")]
+    rows = rows[
+        good
+        & rows["quantity"].isin(list(SHARPNESS))
+        & ~rows["probe_set"].fillna("").str.contains("/heldout@")
+    ]
     measures, saturation = [], []
     for row in rows[["step", "quantity", "functional", "rho"]].to_dict("records"):
-        name = SHARPNESS[row["quantity"]] + f" of {row['functional']}" * (row["quantity"] != "critical_sharpness")
+        name = SHARPNESS[row["quantity"]] + f" of {row['functional']}" * (
+            row["quantity"] != "critical_sharpness"
+        )
         has_radius = row["rho"] is not None and math.isfinite(row["rho"])
         measures.append(name + (f", radius {row['rho']:.3g}" if has_radius else ""))
         table: Any = (
-            sharpness(run, row["quantity"], row["functional"])["saturation"] if row["quantity"] == "sam" else {}
+            sharpness(run, row["quantity"], row["functional"])["saturation"]
+            if row["quantity"] == "sam"
+            else {}
         )
-        saturation.append(table.get((row["step"], float(f"{row['rho']:.9g}")), math.nan) if has_radius else math.nan)
+        saturation.append(
+            table.get((row["step"], float(f"{row['rho']:.9g}")), math.nan)
+            if has_radius
+            else math.nan
+        )
     half, rank = Z * known(rows["prompt_std_error"]), rows["quantity"].map(list(SHARPNESS).index)
     rows = rows.assign(measure=measures, half=half, saturation=saturation, rank=rank)
     return rows.sort_values(["rank", "measure", "step"], kind="stable")
@@ -348,7 +405,11 @@ def critical_text(estimates: pd.DataFrame) -> str:
     valued = estimates.dropna(subset=["value"])
     pairs = valued.pivot_table(index="step", columns="quantity", values="value", aggfunc="last")
     both = pairs.reindex(columns=["critical_sharpness", "critical_threshold"]).dropna()
-    return f"step {both.index[-1]}, {critical_sentence(*map(float, both.iloc[-1]))}" if len(both) else ""
+    return (
+        f"step {both.index[-1]}, {critical_sentence(*map(float, both.iloc[-1]))}"
+        if len(both)
+        else ""
+    )
 
 
 def critical_sentence(sharpness: float, threshold: float) -> str:

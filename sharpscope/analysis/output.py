@@ -89,15 +89,21 @@ def analyze(
         if pictures or figures:
             from sharpscope.analysis.figures import chart_figures, save
 
-            for name, figure in (*pictures.items(), *(chart_figures(content.charts) if figures else ())):
+            for name, figure in (
+                *pictures.items(),
+                *(chart_figures(content.charts) if figures else ()),
+            ):
                 tell(f"{name}.png")
                 saved[name] = save(figure, output_folder(folder / "figures"), name)
         tables = {}
         for name, table in content.tables.items():
             if len(table):
                 tables[name] = output_folder(folder / "tables") / f"{name}.csv"
-                clean = table.map(lambda value: printable(value, 10_000) if isinstance(value, str) else value)
-                write_atomic(tables[name], clean.to_csv(index=False))  # `cat` shows it: no control character
+                clean = table.map(
+                    lambda value: printable(value, 10_000) if isinstance(value, str) else value
+                )
+                # `cat` shows it: no control character
+                write_atomic(tables[name], clean.to_csv(index=False))
         tell("writing the page")
         svg = {name: saved[name][1].read_text(encoding="utf-8") for name in pictures}
         page = folder / "report.html"
@@ -184,11 +190,17 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
     def link(cell: Marked) -> str:
         """Address of a token in the token view; empty if its completion is not shown there."""
         known = cell.run in numbers and (shown(cell.run), cell.step, cell.rollout) in there
-        return f"#token-{numbers[cell.run]}-{cell.step}-{cell.rollout}-{cell.position}" if known else ""
+        return (
+            f"#token-{numbers[cell.run]}-{cell.step}-{cell.rollout}-{cell.position}"
+            if known
+            else ""
+        )
 
     parts = {name: [section for section in page.sections if section.part == name] for name in PARTS}
     held = {
-        name: content for name, content in parts.items() if content or name == "Tokens" or (name == "Curves" and charts)
+        name: content
+        for name, content in parts.items()
+        if content or name == "Tokens" or (name == "Curves" and charts)
     }
     html = _environment().get_template("report.html.j2")
     return html.render(
@@ -199,9 +211,13 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
         scripts=list(map(Markup, scripts)),
         data=data,
         parts=held,
-        kind=lambda section: {str: "text", pd.DataFrame: "table"}.get(type(section.content), "figure"),
+        kind=lambda section: {str: "text", pd.DataFrame: "table"}.get(
+            type(section.content), "figure"
+        ),
         # the address of an SVG file inside the page, in which nothing can run
-        picture=lambda section: Markup(_SVG + base64.b64encode(pictures[section.name].encode()).decode()),
+        picture=lambda section: Markup(
+            _SVG + base64.b64encode(pictures[section.name].encode()).decode()
+        ),
         link=link,
         is_marked=lambda cell: isinstance(cell, Marked),
         text_columns=lambda frame: [is_text(frame.iloc[:, n]) for n in range(frame.shape[1])],
@@ -217,7 +233,10 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
 def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     """The Content-Security-Policy: nothing from outside, no form, no frame, and only the inline code that is hashed here."""
     rules = ["default-src 'none'", "img-src data:", "base-uri 'none'", "form-action 'none'"]
-    rules += ["script-src " + " ".join(map(_source_hash, scripts)), "style-src " + " ".join(map(_source_hash, styles))]
+    rules += [
+        "script-src " + " ".join(map(_source_hash, scripts)),
+        "style-src " + " ".join(map(_source_hash, styles)),
+    ]
     return "; ".join(rules)
 
 
@@ -243,7 +262,9 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        finalize=lambda value: shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        finalize=lambda value: (
+            shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+        ),
     )
 
 

@@ -19,13 +19,28 @@ from sharpscope.analysis.measures import (
     shared_sharpness,
     temperatures,
 )
-from sharpscope.analysis.statistics import Interval, mean_interval, series_mean, sign_flip_p, to_halve
+from sharpscope.analysis.statistics import (
+    Interval,
+    mean_interval,
+    series_mean,
+    sign_flip_p,
+    to_halve,
+)
 from sharpscope.analysis.study import Study, ground_of, last_step, studies
 from sharpscope.analysis.text import sampling
 from sharpscope.traces import MAX_SATURATION, Run
 
 COLUMNS = [
-    *("baseline", "treatment", "quantity", "unit", "n", "paired_by", "baseline_value", "treatment_value"),
+    *(
+        "baseline",
+        "treatment",
+        "quantity",
+        "unit",
+        "n",
+        "paired_by",
+        "baseline_value",
+        "treatment_value",
+    ),
     *("difference", "low", "high", "p", "median", "worst", "worst_pair", "to_halve", "note"),
 ]
 STEPS = (
@@ -65,7 +80,9 @@ class Difference(NamedTuple):
     comparable: bool = True
 
 
-def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None = None) -> pd.DataFrame:
+def compare_runs(
+    runs: Iterable[Run] | Mapping[str, Run], baseline: str | None = None
+) -> pd.DataFrame:
     """Paired differences, treatment − baseline, of any two settings that have runs with a seed in common.
 
     Step quantities are means over the last third of the steps that both runs have (the rotation: over all of them); evaluations
@@ -83,7 +100,9 @@ def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None =
         is neither better nor worse), and the number of seeds that would halve the interval. Empty where nothing can be
         paired.
     """
-    names = runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
+    names = (
+        runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
+    )
     rows: list[dict[str, Any]] = []
     if len(names) == 2:
         a, b = names.values()
@@ -91,20 +110,31 @@ def compare_runs(runs: Iterable[Run] | Mapping[str, Run], baseline: str | None =
         rows += _compared(*labels, [(a.seed, a, b)]) if ground_of(a) == ground_of(b) else []
         return pd.DataFrame(rows, columns=COLUMNS)
     for study in studies(Study(names)):
-        fit = [s for name in (baseline, "grpo") for s in study.settings if name in (s.label, s.method)]
+        fit = [
+            s for name in (baseline, "grpo") for s in study.settings if name in (s.label, s.method)
+        ]
         for first, second in itertools.product([*fit, *study.settings][:1], study.settings):
-            pairs = [(seed, first.runs[seed], run) for seed, run in second.runs.items() if seed in first.runs]
+            pairs = [
+                (seed, first.runs[seed], run)
+                for seed, run in second.runs.items()
+                if seed in first.runs
+            ]
             if second.label != first.label and pairs:
                 rows += _compared(first.label, second.label, pairs)
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) -> Iterator[dict[str, Any]]:
+def _compared(
+    first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]
+) -> Iterator[dict[str, Any]]:
     """A row for each quantity that at least one pair has."""
     found: dict[str, list[tuple[Any, Difference]]] = {}
     for seed, a, b in pairs:
         for one in itertools.chain(
-            _evaluated(a, b), _over_steps(a, b), _sharpness(a, b, FUNCTIONAL), _sharpness(a, b, "nll")
+            _evaluated(a, b),
+            _over_steps(a, b),
+            _sharpness(a, b, FUNCTIONAL),
+            _sharpness(a, b, "nll"),
         ):
             found.setdefault(one.quantity, []).append((seed, one))
     for quantity, several in found.items():
@@ -112,7 +142,13 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]) ->
         every = [one for _, one in several]
         shown = list(known.values()) or every  # the means are those of the pairs that are compared
         yield {
-            **{"baseline": first, "treatment": second, "quantity": quantity, "unit": every[0].unit, "n": len(known)},
+            **{
+                "baseline": first,
+                "treatment": second,
+                "quantity": quantity,
+                "unit": every[0].unit,
+                "n": len(known),
+            },
             "paired_by": "seed" if len(known) > 1 else every[0].by,
             "baseline_value": float(np.mean([one.baseline for one in shown])),
             "treatment_value": float(np.mean([one.treatment for one in shown])),
@@ -140,13 +176,17 @@ def _summary(parts: Mapping[Any, Difference]) -> dict[str, Any]:
 def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
     """Accuracies at the last step at which both were evaluated; the error is over prompts."""
     splits = sorted(set(first.eval["split"]), key=lambda split: (split != "heldout", split))
-    for split, heat, (column, (name, better)) in itertools.product(splits, temperatures(first), EVALUATED.items()):
+    for split, heat, (column, (name, better)) in itertools.product(
+        splits, temperatures(first), EVALUATED.items()
+    ):
         a, b = (evaluations(run, split, heat, column) for run in (first, second))
         if both := set(a) & set(b):
             step = max(both)
             errors = [_error(run, split, heat, step, column) for run in (first, second)]
             label = f"{split.replace('heldout', 'held-out')} {name}, {sampling(heat)}"
-            yield Difference(label, "share", better, a[step][0], b[step][0], math.hypot(*errors), "prompt")
+            yield Difference(
+                label, "share", better, a[step][0], b[step][0], math.hypot(*errors), "prompt"
+            )
 
 
 def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:
@@ -168,7 +208,9 @@ def _over_steps(first: Run, second: Run) -> Iterator[Difference]:
         both = both[(both.index > start) & (both.index <= horizon)]
         if len(both):
             error = series_mean((both["b"] - both["a"]).to_numpy())[1]
-            yield Difference(name, unit, better, float(both["a"].mean()), float(both["b"].mean()), error, "step")
+            yield Difference(
+                name, unit, better, float(both["a"].mean()), float(both["b"].mean()), error, "step"
+            )
 
 
 def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]:
@@ -179,15 +221,21 @@ def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]
     if shared is None:
         if all(len(probe_rows(run, "sam", functional)) for run in (first, second)):
             note = "not compared: no radius and probe set in common"
-            yield Difference(name, unit, -1, math.nan, math.nan, math.nan, "prompt", note, comparable=False)
+            yield Difference(
+                name, unit, -1, math.nan, math.nan, math.nan, "prompt", note, comparable=False
+            )
         return
     rho, curves = shared
     steps = curves[0].index.intersection(curves[1].index)
     if not len(steps):
         return
     a, b = (curve.loc[steps.max()] for curve in curves)
-    note = f"radius {rho:g}" + (", ceiling estimated by training accuracy" if a["estimated"] or b["estimated"] else "")
+    note = f"radius {rho:g}" + (
+        ", ceiling estimated by training accuracy" if a["estimated"] or b["estimated"] else ""
+    )
     fit = not per_unit or max(a[column], b[column]) <= MAX_SATURATION
     if not fit:
         note = f"not compared: saturated, or of unknown ceiling ({note}, at most {MAX_SATURATION:g} of the ceiling)"
-    yield Difference(name, unit, -1, float(a[column]), float(b[column]), math.nan, "prompt", note, fit)
+    yield Difference(
+        name, unit, -1, float(a[column]), float(b[column]), math.nan, "prompt", note, fit
+    )

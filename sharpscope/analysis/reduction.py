@@ -17,7 +17,14 @@ import pyarrow as pa
 from sharpscope.analysis.claims import REDUCERS
 from sharpscope.analysis.tokens import scan
 from sharpscope.errors import UserError
-from sharpscope.traces import RUN_FILE, Reduction, Run, TraceWriter, update_run_info, write_reductions
+from sharpscope.traces import (
+    RUN_FILE,
+    Reduction,
+    Run,
+    TraceWriter,
+    update_run_info,
+    write_reductions,
+)
 from sharpscope.traces.files import TRACES
 
 TOKENS = 1_500
@@ -34,10 +41,15 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
     Raises:
         UserError: for a run that has not finished, was reduced before or has damaged parts, or a folder that is there already.
     """
-    reasons = {"is a reduction itself": run.reduced is not None, run.status: run.status != "finished"}
+    reasons = {
+        "is a reduction itself": run.reduced is not None,
+        run.status: run.status != "finished",
+    }
     for why, holds in {**reasons, f"{out} is there already": out.exists()}.items():
         if holds:
-            raise UserError(f"{run.path}: {why}; only finished runs are reduced, and no folder is overwritten")
+            raise UserError(
+                f"{run.path}: {why}; only finished runs are reduced, and no folder is overwritten"
+            )
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -49,22 +61,38 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
         for table in KEPT:
             writer.append_table(table, run.arrow(table))
         writer.append_table("tokens", sample)
-    found = scan({"": run}, REDUCERS)  # all that claims need of whole token tables, whichever methods are compared
-    rows = [Reduction(n, one.step, one.tokens, one.values) for n, several in found.items() for one in several]
+    # all that claims need of whole token tables, whichever methods are compared
+    found = scan({"": run}, REDUCERS)
+    rows = [
+        Reduction(n, one.step, one.tokens, one.values)
+        for n, several in found.items()
+        for one in several
+    ]
     write_reductions(aside, rows)
     # Known now that all was read; rollouts are not kept anyhow.
-    damaged = [(part, why) for part, why in run.damaged.items() if not part.startswith(f"{TRACES}/rollouts/")]
+    damaged = [
+        (part, why)
+        for part, why in run.damaged.items()
+        if not part.startswith(f"{TRACES}/rollouts/")
+    ]
     if damaged:  # a copy of the rest would look whole
         shutil.rmtree(aside)
         part, why = damaged[0]
-        raise UserError(f"{run.path} has {len(damaged)} damaged parts, {part}: {why}; restore them, or leave it out")
-    update_run_info(aside, reduced={"tokens": run.rows("tokens"), "sampled": len(sample), "rule": RULE})
+        raise UserError(
+            f"{run.path} has {len(damaged)} damaged parts, {part}: {why}; restore them, or leave it out"
+        )
+    update_run_info(
+        aside, reduced={"tokens": run.rows("tokens"), "sampled": len(sample), "rule": RULE}
+    )
     aside.rename(out)
     return out
 
 
 def reduce_runs(
-    runs: Iterable[tuple[str, Run]], out: Path, tokens: int = TOKENS, tell: Callable[[str], None] | None = None
+    runs: Iterable[tuple[str, Run]],
+    out: Path,
+    tokens: int = TOKENS,
+    tell: Callable[[str], None] | None = None,
 ) -> tuple[list[Path], list[str]]:
     """Reduce every finished run that is not below `out` yet; returns what was written and, one line each, what not.
 
@@ -72,11 +100,16 @@ def reduce_runs(
         UserError: before anything is written, for two runs of one name, and for one whose copy would not be below `out`.
     """
     targets: dict[str, Run] = {}
-    for name, run in {run.path.resolve(): (name, run) for name, run in runs}.values():  # a run given twice counts once
+    # a run given twice counts once
+    for name, run in {run.path.resolve(): (name, run) for name, run in runs}.values():
         if name in targets:
-            raise UserError(f"runs: {name!r} names both {targets[name].path} and {run.path}; use two --out")
+            raise UserError(
+                f"runs: {name!r} names both {targets[name].path} and {run.path}; use two --out"
+            )
         if Path(name).is_absolute() or ".." in Path(name).parts or not Path(name).parts:
-            raise UserError(f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run")
+            raise UserError(
+                f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run"
+            )
         targets[name] = run
     written, left_out = list[Path](), list[str]()
     for name, run in targets.items():
@@ -92,7 +125,10 @@ def reduce_runs(
 def _sample(run: Run, count: int) -> pa.Table:
     """`count` rows of the token table by RULE, all columns, in the table's order."""
     steps = run.token_steps
-    measured = [run.tokens([step], ["score_norm_local"])["score_norm_local"].notna().to_numpy() for step in steps]
+    measured = [
+        run.tokens([step], ["score_norm_local"])["score_norm_local"].notna().to_numpy()
+        for step in steps
+    ]
     has_norm = np.concatenate([np.zeros(0, dtype=bool), *measured])
     order = np.random.default_rng(0).permutation(len(has_norm))
     half = order[has_norm[order]][: count // 2]
@@ -100,6 +136,7 @@ def _sample(run: Run, count: int) -> pa.Table:
     chosen = np.isin(np.arange(len(has_norm)), [*half, *rest])
     parts = np.split(chosen, np.cumsum([len(one) for one in measured])[:-1])
     pieces = [
-        run.arrow("tokens", steps=[step]).filter(pa.array(kept)) for step, kept in zip(steps, parts, strict=False)
+        run.arrow("tokens", steps=[step]).filter(pa.array(kept))
+        for step, kept in zip(steps, parts, strict=False)
     ]
     return pa.concat_tables([run.arrow("tokens", steps=[]), *pieces])

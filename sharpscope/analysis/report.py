@@ -35,8 +35,20 @@ from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import SPIKE_Z, recorded_by
 from sharpscope.analysis.statistics import series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, per_run, studies
-from sharpscope.analysis.text import interval_text, method_label, model_label, number, percent, printable
-from sharpscope.analysis.token_values import entropy_section, gap_section, sampler_section, selection_section
+from sharpscope.analysis.text import (
+    interval_text,
+    method_label,
+    model_label,
+    number,
+    percent,
+    printable,
+)
+from sharpscope.analysis.token_values import (
+    entropy_section,
+    gap_section,
+    sampler_section,
+    selection_section,
+)
 from sharpscope.analysis.token_view import RULE, Choice, choose
 from sharpscope.diagnose.report import sparkline
 from sharpscope.traces import MAX_SATURATION, Run, Runs
@@ -88,7 +100,9 @@ def run_sections(run: Run) -> list[Section]:
 
 def runs_sections(runs: Runs) -> list[Section]:
     """Several runs, for a terminal: what each study found, how its settings differ, and the list of runs."""
-    parts = [section for study, settings in laid_out(runs) for section in study_sections(study, settings)]
+    parts = [
+        section for study, settings in laid_out(runs) for section in study_sections(study, settings)
+    ]
     return [*parts, Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
 
 
@@ -109,7 +123,10 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
         sections += study_sections(study, settings)
         charts.append(study_charts(study, settings, runs))
         shown = study.only([setting.label for setting in settings])
-        tables |= {f"{study.slug}comparison": comparison(study), f"{study.slug}curves": study_values(shown)}
+        tables |= {
+            f"{study.slug}comparison": comparison(study),
+            f"{study.slug}curves": study_values(shown),
+        }
     if claims:
         from sharpscope.analysis.claims import claim_sections
 
@@ -128,7 +145,10 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare
         instead = {"Runs": "Events and cost"}
-        sections = [replace(s, part=instead.get(s.title, "Found")) if s.part == "Compare" else s for s in sections]
+        sections = [
+            replace(s, part=instead.get(s.title, "Found")) if s.part == "Compare" else s
+            for s in sections
+        ]
     again = Section("", command_table(runs, source), part="Make it again")
     return Page(runs, source, [*sections, again], charts, tables, choices)
 
@@ -139,7 +159,9 @@ def laid_out(runs: Runs) -> list[tuple[Study, list[Setting]]]:
     for study in studies(runs):
         first = dict.fromkeys([*comparison(study)["baseline"][:1], study.baseline, study.treatment])
         rank = {label: n for n, label in enumerate(first)}
-        ordered = sorted(study.settings, key=lambda s: (rank.get(s.label, len(rank)), -len(s.runs), s.label))
+        ordered = sorted(
+            study.settings, key=lambda s: (rank.get(s.label, len(rank)), -len(s.runs), s.label)
+        )
         if ordered:
             result.append((study, ordered[:SHOWN_SETTINGS]))
     return result
@@ -148,7 +170,9 @@ def laid_out(runs: Runs) -> list[tuple[Study, list[Setting]]]:
 # -- Found and Compare ---------------------------------------------------------------------------------------------------
 
 
-def found_sections(study: Study, settings: Sequence[Setting], top: int = 4, runs: int = 2) -> list[Section]:
+def found_sections(
+    study: Study, settings: Sequence[Setting], top: int = 4, runs: int = 2
+) -> list[Section]:
     """The headline: what was trained and its accuracy, `top` tokens of the first `runs` settings, whether the method mattered."""
     first = [next(iter(setting.runs.values())) for setting in settings[:runs]]
     said = Section("What was found", trained_text(study, settings[:2]))
@@ -161,10 +185,15 @@ def comparison(study: Study) -> pd.DataFrame:
     return compare_runs(study.runs)
 
 
-def compared_settings(study: Study, settings: Sequence[Setting]) -> list[tuple[str, str, pd.DataFrame]]:
+def compared_settings(
+    study: Study, settings: Sequence[Setting]
+) -> list[tuple[str, str, pd.DataFrame]]:
     """(baseline, treatment, rows of `comparison`) of the settings that are shown, in their order."""
     labels = [setting.label for setting in settings]
-    groups = [(str(a), str(b), rows) for (a, b), rows in comparison(study).groupby(["baseline", "treatment"])]
+    groups = [
+        (str(a), str(b), rows)
+        for (a, b), rows in comparison(study).groupby(["baseline", "treatment"])
+    ]
     if len(study.settings) < 3:  # two runs are named by themselves where their method is the same
         return groups
     return sorted((one for one in groups if one[1] in labels), key=lambda one: labels.index(one[1]))
@@ -174,7 +203,11 @@ def main_differences(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of HEADLINE among the rows of `comparison`, in its order."""
 
     def rank(quantity: str) -> int:
-        fits = [n for n, name in enumerate(HEADLINE) if quantity.endswith(name) or quantity.startswith(name)]
+        fits = [
+            n
+            for n, name in enumerate(HEADLINE)
+            if quantity.endswith(name) or quantity.startswith(name)
+        ]
         return fits[0] if fits and not quantity.startswith("train") else len(HEADLINE)
 
     ranks = rows["quantity"].map(rank)
@@ -193,13 +226,26 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
         ("gradient_rotation", "It turns the gradient by"),
         ("noise_rotation", "The noise of one batch turns it by about"),
     ):
-        angles = known(pd.concat([pd.Series(dtype=float), *(run.steps[name].dropna() for run in runs)]))
+        angles = known(
+            pd.concat([pd.Series(dtype=float), *(run.steps[name].dropna() for run in runs)])
+        )
         said += [f"{text} {angles.mean():.0f}°."] if len(angles) else []
     n = int(main["n"].max()) if len(main) else 0
-    said.append("One pair of runs: repeat with more seeds before believing a difference." if n == 1 else f"{n} seeds.")
-    said += [f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]]
-    title = f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
-    shown, records = difference_table(main).drop(columns=_PAIRS, errors="ignore"), main.to_dict("records")
+    said.append(
+        "One pair of runs: repeat with more seeds before believing a difference."
+        if n == 1
+        else f"{n} seeds."
+    )
+    said += [
+        f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]
+    ]
+    title = (
+        f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
+    )
+    shown, records = (
+        difference_table(main).drop(columns=_PAIRS, errors="ignore"),
+        main.to_dict("records"),
+    )
     return [Section(title, shown, " ".join(said), records=records)]  # type: ignore[arg-type]
 
 
@@ -225,13 +271,26 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
         half = (row["high"] - row["low"]) / 2
         text = interval_text(factor * value, factor * half, sign=True) + " points" * share
         text = "–" if not math.isfinite(value) else "0" if value == 0 and not half > 0 else text
-        clear = "a difference" if row["low"] > 0 or row["high"] < 0 else "no difference shown" * math.isfinite(half)
-        cells = {"quantity": row["quantity"] + ("" if row["unit"] in ("share", "1", "reward") else f" [{row['unit']}]")}
+        clear = (
+            "a difference"
+            if row["low"] > 0 or row["high"] < 0
+            else "no difference shown" * math.isfinite(half)
+        )
+        cells = {
+            "quantity": row["quantity"]
+            + ("" if row["unit"] in ("share", "1", "reward") else f" [{row['unit']}]")
+        }
         for side in ("baseline", "treatment"):
             end = number(factor * row[f"{side}_value"])
             cells[method_label(row[side])] = end + " %" * (share and end != "–")
-        cells |= {"difference": text, "shows": clear if math.isfinite(value) else row["note"], "pairs": str(row["n"])}
-        cells["worst pair"] = f"{number(factor * row['worst'])} ({row['worst_pair']})" if row["n"] > 1 else ""
+        cells |= {
+            "difference": text,
+            "shows": clear if math.isfinite(value) else row["note"],
+            "pairs": str(row["n"]),
+        }
+        cells["worst pair"] = (
+            f"{number(factor * row['worst'])} ({row['worst_pair']})" if row["n"] > 1 else ""
+        )
         made.append(cells)
     frame = pd.DataFrame(made)
     return frame if (rows["n"] > 1).any() else frame.drop(columns=_PAIRS, errors="ignore")
@@ -239,12 +298,16 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def setting_sections(study: Study) -> list[Section]:
     """What the configurations of a study's settings differ in; values that differ between a setting's runs are joined."""
-    columns = {s.label: [flat(run.config) for run in s.runs.values()] for s in study.settings[:SHOWN_SETTINGS]}
+    columns = {
+        s.label: [flat(run.config) for run in s.runs.values()]
+        for s in study.settings[:SHOWN_SETTINGS]
+    }
     rows = []
     for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
         values = [[one.get(key) for one in part] for part in columns.values()]
         texts = [
-            [number(v) if isinstance(v, float) else "none" if v is None else str(v) for v in part] for part in values
+            [number(v) if isinstance(v, float) else "none" if v is None else str(v) for v in part]
+            for part in values
         ]
         cells = [printable(", ".join(dict.fromkeys(part)), 60) for part in texts]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
@@ -258,10 +321,16 @@ def setting_sections(study: Study) -> list[Section]:
 
 def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     """Sharpness at the first and the last step measured; a change is paired by prompt. Saturated estimates are marked."""
-    each = [(setting, run, sharpness_rows(run)) for setting in settings for run in setting.runs.values()]
+    each = [
+        (setting, run, sharpness_rows(run)) for setting in settings for run in setting.runs.values()
+    ]
     run = each[0][1]
     if not (names := dict.fromkeys(name for _, _, rows in each for name in rows["measure"])):
-        return [Section("Sharpness", f"Not recorded{recorded_by(run, 'probes.preset')}.", part="Sharpness")]
+        return [
+            Section(
+                "Sharpness", f"Not recorded{recorded_by(run, 'probes.preset')}.", part="Sharpness"
+            )
+        ]
     rows = []
     for measure, setting in ((measure, setting) for measure in names for setting in settings):
         parts = [(run, rows[rows["measure"] == measure]) for of, run, rows in each if of is setting]
@@ -271,9 +340,16 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
         longer = [(run, part) for run, part in parts if part["step"].nunique() > 1]
         first = [(part["value"].iloc[0], part["half"].iloc[0]) for _, part in parts]
         last = [(part["value"].iloc[-1], part["half"].iloc[-1]) for _, part in longer]
-        steps = [_span([part["step"].iloc[k] for _, part in several]) for k, several in ((0, parts), (-1, longer))]
+        steps = [
+            _span([part["step"].iloc[k] for _, part in several])
+            for k, several in ((0, parts), (-1, longer))
+        ]
         worst = max(known(pd.concat([part["saturation"] for _, part in parts]).fillna(-1.0)))
-        row = {"measure": measure, "setting": method_label(setting.label), "steps": " and ".join(filter(None, steps))}
+        row = {
+            "measure": measure,
+            "setting": method_label(setting.label),
+            "steps": " and ".join(filter(None, steps)),
+        }
         row |= {"at the first": over_seeds(first), "at the last": over_seeds(last)}
         row["change"] = over_seeds([_paired(run, part) for run, part in longer], sign=True)
         row["of the possible rise"] = (
@@ -309,7 +385,8 @@ def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
     keys = ["step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
     values = run.probe_prompts.merge(ends[keys].drop_duplicates(), on=keys)
     first, last = (
-        values[values["step"] == step].drop_duplicates("prompt").set_index("prompt")["value"] for step in ends["step"]
+        values[values["step"] == step].drop_duplicates("prompt").set_index("prompt")["value"]
+        for step in ends["step"]
     )
     if len(first) < 2 or set(first.index) != set(last.index):
         return difference, math.nan
@@ -331,7 +408,9 @@ def curve_table(run: Run) -> pd.DataFrame:
         if column.endswith("_rotation"):  # recorded at some steps only
             values = values[np.isfinite(values)] if rotates(run) else np.zeros(0)
         finite = values[np.isfinite(values)]
-        if len(finite) and not (np.ptp(finite) < 1e-6 and ("[%]" in quantity.name or column == "weight_mean")):
+        if len(finite) and not (
+            np.ptp(finite) < 1e-6 and ("[%]" in quantity.name or column == "weight_mean")
+        ):
             third = max(1, len(values) // 3)
             first, last = values[:third].mean(), series_mean(values[-third:])
             end = interval_text(last[0], Z * last[1]) if math.isfinite(last[0]) else "not a number"
@@ -359,7 +438,11 @@ def _facts(run: Run) -> str:
     if not isinstance(imported, dict):
         return said
     absent = (imported.get("not_recorded") or {}).items()
-    lacks = [f"{table}: {', '.join(names) if run.rows(table) else 'all'}" for table, names in absent if names]
+    lacks = [
+        f"{table}: {', '.join(names) if run.rows(table) else 'all'}"
+        for table, names in absent
+        if names
+    ]
     return f"{said}\nImported from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}."
 
 
@@ -370,7 +453,11 @@ def problem_sections(runs: Runs) -> list[Section]:
     """What a reader should know: runs left out, damaged parts, events, the sampler, and costs."""
     part = "Events and cost"
     said = [f"{name} is left out: {why}" for name, why in runs.skipped.items()]
-    said += [f"{run.name}: {part} is set aside: {why}" for run in runs for part, why in run.damaged.items()]
+    said += [
+        f"{run.name}: {part} is set aside: {why}"
+        for run in runs
+        for part, why in run.damaged.items()
+    ]
     said += [note for study in studies(runs) for note in study.notes]
     result = [Section("To know", "\n".join(said), part=part)] if said else []
     events = runs.events
@@ -378,8 +465,12 @@ def problem_sections(runs: Runs) -> list[Section]:
     if len(loud):
         last = loud.sort_values("step", kind="stable").groupby(["run", "rule"], sort=False)
         table = last[["step", "message"]].last().assign(times=last.size()).reset_index()
-        table = table[["run", "rule", "times", "step", "message"]].rename(columns={"step": "last step"})
-        result.append(Section("Events", table if len(runs) > 1 else table.drop(columns="run"), part=part))
+        table = table[["run", "rule", "times", "step", "message"]].rename(
+            columns={"step": "last step"}
+        )
+        result.append(
+            Section("Events", table if len(runs) > 1 else table.drop(columns="run"), part=part)
+        )
     result += filter(None, [sampler_section(runs)])
     if len(costs := cost_table(runs)):
         note = "Sums over the recorded steps; evaluation and loading are not in them. Recording includes the probes."
@@ -393,15 +484,29 @@ def cost_table(runs: Runs) -> pd.DataFrame:
     for name, run in runs.by_name.items():
         if run.steps.empty or run.steps["training_s"].isna().all():
             continue
-        parts = {kind: float(run.steps[f"{kind}_s"].sum()) for kind in ("generation", "training", "recording")}
+        parts = {
+            kind: float(run.steps[f"{kind}_s"].sum())
+            for kind in ("generation", "training", "recording")
+        }
         seconds = (run.info.get("measuring") or {}).get("seconds") or {}
-        parts["recording"] = sum(map(float, seconds.values())) or parts["recording"]  # also before and after the steps
+        # also before and after the steps
+        parts["recording"] = sum(map(float, seconds.values())) or parts["recording"]
         total = sum(parts.values())
         held = run.info.get("peak_memory_bytes")
-        sizes = {kind: n for kind, n in (held if isinstance(held, dict) else {"process": held}).items() if n}
-        row = {"run": name, "a step [s]": f"{total / len(run.steps):.2f}", "all [min]": f"{total / 60:.1f}"}
+        sizes = {
+            kind: n
+            for kind, n in (held if isinstance(held, dict) else {"process": held}).items()
+            if n
+        }
+        row = {
+            "run": name,
+            "a step [s]": f"{total / len(run.steps):.2f}",
+            "all [min]": f"{total / 60:.1f}",
+        }
         row |= {kind: percent(part / total if total else 0.0) for kind, part in parts.items()}
-        row["peak memory"] = ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items()) or "–"
+        row["peak memory"] = (
+            ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items()) or "–"
+        )
         rows.append(row | {"device": str(run.info.get("device") or "–")})
     frame = pd.DataFrame(rows)
     return frame.drop(columns=["run", "device"], errors="ignore") if len(runs) == 1 else frame
@@ -416,11 +521,27 @@ def run_table(runs: Runs) -> pd.DataFrame:
     for name, run in runs.by_name.items():
         why, count = run.info.get("end"), len(run.steps)
         status = run.status if run.status == "finished" or not why else f"{run.status}: {why}"
-        reward, error = series_mean(known(run.steps.sort_values("step")["reward_mean"])[-max(1, count // 3) :])
-        row = {"run": name, "method": method_label(run.method), "seed": str(run.seed), "task": run.task}
+        reward, error = series_mean(
+            known(run.steps.sort_values("step")["reward_mean"])[-max(1, count // 3) :]
+        )
+        row = {
+            "run": name,
+            "method": method_label(run.method),
+            "seed": str(run.seed),
+            "task": run.task,
+        }
         text = interval_text(reward, Z * error)
-        rows.append(row | {"status": status, "steps": str(count), "reward, last third (± 95 % over steps)": text})
-    rows += [{"run": name, "status": f"cannot be read: {why}"} for name, why in runs.skipped.items()]
+        rows.append(
+            row
+            | {
+                "status": status,
+                "steps": str(count),
+                "reward, last third (± 95 % over steps)": text,
+            }
+        )
+    rows += [
+        {"run": name, "status": f"cannot be read: {why}"} for name, why in runs.skipped.items()
+    ]
     return pd.DataFrame(rows).fillna("–")
 
 
@@ -431,5 +552,7 @@ def command_table(runs: Runs, source: str) -> pd.DataFrame:
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
             config, again = shlex.quote(str(run.path / "config.yaml")), shlex.quote(run.name)
-            rows.append((f"the run {run.name}, again", f"sharpscope run {config} --out runs/again-{again}"))
+            rows.append(
+                (f"the run {run.name}, again", f"sharpscope run {config} --out runs/again-{again}")
+            )
     return pd.DataFrame(rows, columns=["makes", "command"])

@@ -83,7 +83,9 @@ def cell_text(value: Any) -> str:
 
 def is_text(column: pd.Series) -> bool:
     """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(isinstance(c, Marked) or (isinstance(c, str) and c[:1] not in NUMERIC) for c in column)
+    return any(
+        isinstance(c, Marked) or (isinstance(c, str) and c[:1] not in NUMERIC) for c in column
+    )
 
 
 def to_records(sections: Iterable[Section]) -> dict[str, Any]:
@@ -93,10 +95,15 @@ def to_records(sections: Iterable[Section]) -> dict[str, Any]:
         content: dict[str, Any] = {"text": section.content}
         if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
-            cells = [{str(k): asdict(v) if isinstance(v, Marked) else v for k, v in row.items()} for row in rows]
+            cells = [
+                {str(k): asdict(v) if isinstance(v, Marked) else v for k, v in row.items()}
+                for row in rows
+            ]
             content = {"rows": cells}
         if "rows" in content or isinstance(section.content, str):
-            made.append({"title": section.title, "part": section.part, **content, "note": section.note})
+            made.append(
+                {"title": section.title, "part": section.part, **content, "note": section.note}
+            )
     return {"sections": made}
 
 
@@ -127,7 +134,9 @@ def _table(frame: pd.DataFrame) -> Table:
         justify: Any = "left" if is_text(column) else "right"
         table.add_column(Text(visible(name)), justify=justify, ratio=1 if wide else None)
     for row in frame.itertuples(index=False, name=None):
-        table.add_row(*(_sentence(c) if isinstance(c, Marked) else Text(visible(cell_text(c))) for c in row))
+        table.add_row(
+            *(_sentence(c) if isinstance(c, Marked) else Text(visible(cell_text(c))) for c in row)
+        )
     return table
 
 

@@ -102,8 +102,12 @@ def recorded_by(run: Run, option: str) -> str:
     if len(run.steps) and (run.steps["grad_norm"] == 0).all():
         return ": the gradient was 0 at every step"
     reasons = run.events[run.events["rule"].isin(("probe", "self_check", "no_gradient"))]["message"]
-    told = [text for text in reasons if any(subject in text for subject in SUBJECTS.get(option, ()))]
-    if reason := next(filter(None, [(run.info.get("not_measured") or {}).get(option), *told]), None):
+    told = [
+        text for text in reasons if any(subject in text for subject in SUBJECTS.get(option, ()))
+    ]
+    if reason := next(
+        filter(None, [(run.info.get("not_measured") or {}).get(option), *told]), None
+    ):
         return f": {reason}"
     if option.split(".", maxsplit=1)[0] in run.config:
         return f" ({option})"
@@ -115,14 +119,23 @@ def recorded_by(run: Run, option: str) -> str:
 def explain_spikes(run: Run, top: int = 8) -> list[Spike]:
     """Every step with z ≥ SPIKE_Z, with its causes; `top`: tokens and prompts of each."""
     scores = gradient_scores(run)
-    return [explain_step(run, int(step), top) for step in scores.loc[scores["z"] >= SPIKE_Z, "step"]]
+    return [
+        explain_step(run, int(step), top) for step in scores.loc[scores["z"] >= SPIKE_Z, "step"]
+    ]
 
 
 def notable_steps(run: Run, top: int = 8) -> list[Spike]:
     """The spikes; where none has shares of tokens, also the largest gradient that has."""
     found, scores = explain_spikes(run, top), gradient_scores(run)
-    there = scores[scores["step"].isin(share_steps(run))] if all(one.tokens is None for one in found) else scores[:0]
-    return [*found, *(explain_step(run, int(step), top) for step in there.nlargest(1, "grad_norm")["step"])]
+    there = (
+        scores[scores["step"].isin(share_steps(run))]
+        if all(one.tokens is None for one in found)
+        else scores[:0]
+    )
+    return [
+        *found,
+        *(explain_step(run, int(step), top) for step in there.nlargest(1, "grad_norm")["step"]),
+    ]
 
 
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
@@ -137,8 +150,12 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     head = (step, float(norm), float(scores["z"]), float(scores["typical"]))
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
-        return Spike(*head, missing=f"no token's share was recorded at this step{how}", update=named)
-    biggest = tokens.loc[tokens["share"].abs().sort_values(ascending=False, kind="stable").index[:top]]
+        return Spike(
+            *head, missing=f"no token's share was recorded at this step{how}", update=named
+        )
+    biggest = tokens.loc[
+        tokens["share"].abs().sort_values(ascending=False, kind="stable").index[:top]
+    ]
     prompts = prompt_shares(run, step, tokens)
     prompts = prompts.loc[prompts["share"].abs().nlargest(top).index]
     sample, missing = sample_text(tokens), ""
@@ -150,21 +167,35 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
     """The tokens that have a share in the step's largest update with shares, with `share` and `probability`."""
-    wanted = ["step", "rollout", "position", "update", "token_id", "logp", "advantage", "weight", "loss_coef"]
+    wanted = [
+        "step",
+        "rollout",
+        "position",
+        "update",
+        "token_id",
+        "logp",
+        "advantage",
+        "weight",
+        "loss_coef",
+    ]
     wanted += ["attribution", "score_norm", "score_norm_local", INCLUSION]
     tokens = run.tokens(steps=[step], columns=wanted).dropna(subset=["attribution"])
     if tokens["update"].nunique() > 1:
         norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
         there = sorted(int(update) for update in tokens["update"].dropna().unique())
         tokens = tokens[tokens["update"] == max(there, key=lambda update: norms.get(update, 0.0))]
-    return tokens.assign(probability=np.exp(tokens["logp"]), share=tokens["attribution"].astype(float))
+    return tokens.assign(
+        probability=np.exp(tokens["logp"]), share=tokens["attribution"].astype(float)
+    )
 
 
 def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
     """group, prompt, share: the sums over the tokens of each prompt. `tokens`: from `step_shares`."""
     rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt"]]
     joined = tokens[["rollout", "share"]].merge(rollouts, on="rollout", how="left")
-    joined = joined.assign(group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED))
+    joined = joined.assign(
+        group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED)
+    )
     return pd.DataFrame(joined.groupby(["group", "prompt"])["share"].sum()).reset_index()
 
 
@@ -176,10 +207,14 @@ def range_shares(tokens: pd.DataFrame) -> pd.DataFrame:
     count = inverse_inclusion(tokens)
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
     weighted = tokens.assign(share=count * tokens["share"], tokens=count / count.sum())
-    result = weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum().reset_index(drop=True)
+    result = (
+        weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum().reset_index(drop=True)
+    )
     total = float(result["share"].sum())
     result["share"] = result["share"] / total if total >= ENOUGH else math.nan
-    return result.assign(low=PROBABILITY_EDGES[:-1], high=PROBABILITY_EDGES[1:])[["low", "high", "share", "tokens"]]
+    return result.assign(low=PROBABILITY_EDGES[:-1], high=PROBABILITY_EDGES[1:])[
+        ["low", "high", "share", "tokens"]
+    ]
 
 
 def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
@@ -189,7 +224,10 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
     """
     count, size = inverse_inclusion(tokens), tokens["share"].abs().to_numpy()
     order = np.argsort(-size, kind="stable")
-    weight, carried = count[order] / count.sum(), (count * size)[order] / max(float((count * size).sum()), 1e-300)
+    weight, carried = (
+        count[order] / count.sum(),
+        (count * size)[order] / max(float((count * size).sum()), 1e-300),
+    )
     ends = np.concatenate([[0.0], np.cumsum(weight)])
     largest = float(np.interp(0.01, ends, np.concatenate([[0.0], np.cumsum(carried)])))
     certain = tokens["probability"].to_numpy()[order] > SURE
@@ -205,7 +243,9 @@ def spike_text(run: Run) -> str:
     spikes = scores[scores["z"] >= SPIKE_Z]
     step = int(scores.nlargest(1, "grad_norm")["step"].iloc[0])
     if len(spikes):
-        each = ", ".join(f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples())
+        each = ", ".join(
+            f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples()
+        )
         said = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}: {each}."
         step = int(spikes.nlargest(1, "times")["step"].iloc[0])
     elif scores["z"].isna().all():

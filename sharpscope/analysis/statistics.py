@@ -99,7 +99,9 @@ def contrast_interval(values: Numbers) -> Interval | None:
     return None if ends is None else Interval(*ends, "sign-flip")
 
 
-def accuracy_interval(accuracy: float, std_error: float | None, prompts: int, samples: float = 1.0) -> Interval:
+def accuracy_interval(
+    accuracy: float, std_error: float | None, prompts: int, samples: float = 1.0
+) -> Interval:
     """Wilson's interval of an accuracy p, with prompts as clusters; it has a width at 0 and at 1, too.
 
     The number of trials is the effective one, n·k/D. The design effect D, between 1 (completions of a prompt are independent) and k
@@ -128,7 +130,9 @@ def accuracy_interval(accuracy: float, std_error: float | None, prompts: int, sa
     return Interval(float(low), float(high), "wilson")
 
 
-def bootstrap_interval(clusters: Numbers, statistic: Callable[[Numbers], Numbers] | None = None) -> Interval:
+def bootstrap_interval(
+    clusters: Numbers, statistic: Callable[[Numbers], Numbers] | None = None
+) -> Interval:
     """BCa interval of a statistic over clusters, (n, p) sums of what each holds, or (n,), from `scipy.stats.bootstrap`.
 
     `statistic` takes (B, p) means over drawn clusters and gives (B,); None: the mean of (n,).
@@ -144,21 +148,32 @@ def bootstrap_interval(clusters: Numbers, statistic: Callable[[Numbers], Numbers
         flat = chosen.reshape(-1, drawn).astype(np.int64)
         rows = np.arange(len(flat))[:, None]
         # how often each cluster was drawn says all: (B, n) counts times (n, p) sums
-        counts = np.bincount((rows * n + flat).ravel(), minlength=len(flat) * n).reshape(len(flat), n)
+        counts = np.bincount((rows * n + flat).ravel(), minlength=len(flat) * n).reshape(
+            len(flat), n
+        )
         means = counts @ table / drawn
         return np.asarray(means[:, 0] if statistic is None else statistic(means)).reshape(shape)
 
     from scipy.stats import bootstrap
 
-    options: Any = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "BCa", "vectorized": True}
-    ends = bootstrap((np.arange(n),), _resampled, rng=np.random.default_rng(0), **options).confidence_interval
+    options: Any = {
+        "n_resamples": RESAMPLES,
+        "confidence_level": LEVEL,
+        "method": "BCa",
+        "vectorized": True,
+    }
+    ends = bootstrap(
+        (np.arange(n),), _resampled, rng=np.random.default_rng(0), **options
+    ).confidence_interval
     return Interval(float(ends.low), float(ends.high), "bca")
 
 
 # -- Sign flips
 
 
-def sign_flip_p(values: Numbers, alternative: Alternative = "two-sided", shift: float = 0.0) -> float:
+def sign_flip_p(
+    values: Numbers, alternative: Alternative = "two-sided", shift: float = 0.0
+) -> float:
     """p-value of "`values` (n,), one per cluster, are symmetric about `shift`" against a mean above, below or away from it.
 
     The share of sign patterns at least as extreme, the one seen counted in; never below `smallest_sign_flip_p`.
@@ -179,7 +194,11 @@ def sign_flip_p(values: Numbers, alternative: Alternative = "two-sided", shift: 
         extreme = sums <= seen + slack
     else:
         extreme = np.abs(sums) >= abs(seen) - slack
-    return float(np.mean(extreme)) if n <= EXACT_UP_TO else float((1 + np.sum(extreme)) / (1 + len(signs)))
+    return (
+        float(np.mean(extreme))
+        if n <= EXACT_UP_TO
+        else float((1 + np.sum(extreme)) / (1 + len(signs)))
+    )
 
 
 def smallest_sign_flip_p(n: int, alternative: Alternative = "two-sided") -> float:
@@ -190,7 +209,9 @@ def smallest_sign_flip_p(n: int, alternative: Alternative = "two-sided") -> floa
     return min(1.0, sides * 0.5**n) if n <= EXACT_UP_TO else max(sides * 0.5**n, 1 / (1 + DRAWS))
 
 
-def sign_flip_interval(values: Numbers, weight: Numbers | None = None) -> tuple[float, float] | None:
+def sign_flip_interval(
+    values: Numbers, weight: Numbers | None = None
+) -> tuple[float, float] | None:
     """The means that a two-sided sign-flip test at 5 % does not reject; None if it can reject none.
 
     For n ≤ EXACT_UP_TO values: the means of all non-empty subsets cut the line into 2^n pieces that a symmetric
@@ -202,7 +223,9 @@ def sign_flip_interval(values: Numbers, weight: Numbers | None = None) -> tuple[
     if outside < 1:
         return None
     chosen = (_patterns(n)[1:] + 1) / 2  # (2^n − 1, n) members of each non-empty subset
-    means = np.sort(chosen @ data / np.maximum(chosen @ (np.ones(n) if weight is None else weight), 1e-300))
+    means = np.sort(
+        chosen @ data / np.maximum(chosen @ (np.ones(n) if weight is None else weight), 1e-300)
+    )
     return float(means[outside - 1]), float(means[-outside])
 
 
@@ -216,13 +239,17 @@ def _checked(values: Numbers) -> Doubles:
 @functools.lru_cache(maxsize=32)
 def _patterns(n: int) -> Doubles:
     """(2^n, n) all sign patterns, ±1; the first is all −1."""
-    return np.asarray(((np.arange(2**n)[:, None] >> np.arange(n)) & 1) * 2.0 - 1.0, dtype=np.float64)
+    return np.asarray(
+        ((np.arange(2**n)[:, None] >> np.arange(n)) & 1) * 2.0 - 1.0, dtype=np.float64
+    )
 
 
 @functools.lru_cache(maxsize=8)
 def _draws(n: int) -> Doubles:
     """(DRAWS, n) random sign patterns."""
-    return np.asarray(np.random.default_rng([0, n]).integers(0, 2, (DRAWS, n)) * 2.0 - 1.0, dtype=np.float64)
+    return np.asarray(
+        np.random.default_rng([0, n]).integers(0, 2, (DRAWS, n)) * 2.0 - 1.0, dtype=np.float64
+    )
 
 
 # -- A slope with controls over clustered rows, from the moments of each cluster alone, so that rows can be streamed
@@ -237,7 +264,9 @@ def weighted_ranks(values: Numbers, weight: Numbers) -> Doubles:
     return np.asarray((below + mass / 2)[key] / w.sum())
 
 
-def cluster_moments(y: Numbers, x: Numbers, controls: Sequence[Numbers], weight: Numbers) -> Doubles:
+def cluster_moments(
+    y: Numbers, x: Numbers, controls: Sequence[Numbers], weight: Numbers
+) -> Doubles:
     """Sums of products (p, p) of one cluster's rows about their means (fixed effects), in the order x, controls, y.
 
     `weight` (n,) ≥ 0, e.g. inverse drawing probabilities, is scaled to sum to n.

@@ -115,7 +115,11 @@ class Study:
 
     def each(self) -> list[tuple[str, Any, Run]]:
         """(setting's label, seed, run) of every run of the settings."""
-        return [(setting.label, seed, run) for setting in self.settings for seed, run in setting.runs.items()]
+        return [
+            (setting.label, seed, run)
+            for setting in self.settings
+            for seed, run in setting.runs.items()
+        ]
 
     def only(self, labels: Collection[str]) -> Study:
         """The study with only the settings of these labels."""
@@ -157,14 +161,18 @@ class Study:
         if self.reference is None:
             return {}
         wanted = self.setting_key(self.reference)
-        return {name: run for name, run in self.of(*methods).items() if self.setting_key(run) == wanted}
+        return {
+            name: run for name, run in self.of(*methods).items() if self.setting_key(run) == wanted
+        }
 
     def elsewhere(self, *methods: str) -> tuple[str, ...]:
         """A note on the runs of these methods that `alike` leaves out."""
         inside = self.alike(*methods)
         names = [name for name in self.of(*methods) if name not in inside]
         listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        return (f"{len(names)} runs of other settings or tasks are not used: {listed}",) * bool(names)
+        return (f"{len(names)} runs of other settings or tasks are not used: {listed}",) * bool(
+            names
+        )
 
     def pairing(self, treatment: str | None = None, baseline: str | None = None) -> Pairing:
         """Pairs by seed in the setting that has the most of them; ties go to the first by key.
@@ -172,7 +180,11 @@ class Study:
         If a setting and seed was run twice, the run whose name sorts first is used.
         """
         first, second = baseline or self.baseline, treatment or self.treatment
-        by_key: dict[str, dict[str, dict[Any, str]]] = {first: {}, second: {}}  # method → setting → seed → name
+        # method → setting → seed → name
+        by_key: dict[str, dict[str, dict[Any, str]]] = {
+            first: {},
+            second: {},
+        }
         for method, found in by_key.items():
             for name, run in sorted(self.of(method).items()):
                 found.setdefault(self.setting_key(run), {}).setdefault(run.seed, name)
@@ -182,14 +194,18 @@ class Study:
         pairs: dict[str, list[Pair]] = {}
         for key, ours in by_key[first].items():
             theirs = by_key[second].get(key, {})
-            if shared := sorted(set(ours) & set(theirs), key=lambda seed: (isinstance(seed, str), seed)):
+            if shared := sorted(
+                set(ours) & set(theirs), key=lambda seed: (isinstance(seed, str), seed)
+            ):
                 pairs[key] = [Pair(seed, ours[seed], theirs[seed]) for seed in shared]
         if not pairs:
             return Pairing(missing=_mismatch(first, second, by_key))
         chosen = max(sorted(pairs), key=lambda key: len(pairs[key]))
         settings = grid_settings(self.finished[pairs[chosen][0].baseline])
         text = ", ".join(f"{axis} {value:g}" for axis, value in settings.items())
-        return Pairing(tuple(pairs[chosen]), text, left_out=sum(map(len, pairs.values())) - len(pairs[chosen]))
+        return Pairing(
+            tuple(pairs[chosen]), text, left_out=sum(map(len, pairs.values())) - len(pairs[chosen])
+        )
 
     def differences(self, pairing: Pairing, measure: PairMeasure) -> pd.DataFrame:
         """seed, baseline, treatment (measured values) and difference: one row per pair whose values are both finite.
@@ -198,7 +214,9 @@ class Study:
         """
         rows = []
         for pair in pairing.pairs:
-            first, second = measure(self.finished[pair.baseline], self.finished[pair.treatment]) or (None, None)
+            first, second = measure(
+                self.finished[pair.baseline], self.finished[pair.treatment]
+            ) or (None, None)
             if first is not None and second is not None and np.isfinite([first, second]).all():
                 rows.append({"seed": pair.seed, "baseline": first, "treatment": second})
         frame = pd.DataFrame(rows, columns=["seed", "baseline", "treatment"])
@@ -224,7 +242,9 @@ def studies(whole: Runs | Study) -> list[Study]:
     examples = [next(iter(members.values())) for members in groups.values()]
     found = []
     for number, (run, members) in enumerate(zip(examples, groups.values(), strict=True), 1):
-        title = _title(run, [other for other in examples if other.task == run.task and other is not run])
+        title = _title(
+            run, [other for other in examples if other.task == run.task and other is not run]
+        )
         words = re.sub(r"[^A-Za-z0-9]+", "-", title).strip("-").lower()[:40]
         slug = "" if len(groups) == 1 else f"{number}-{words}_"
         found.append(replace(base, runs=members, name=title, slug=slug))
@@ -292,7 +312,11 @@ def setting_of(run: Run, *without: str) -> dict[str, Any]:
     """The run's flat configuration without NOT_A_SETTING and `without` (keys, or what is below them)."""
     left_out = {*NOT_A_SETTING, *without}
     below = tuple(f"{name}." for name in left_out)
-    return {key: value for key, value in _flat_config(run).items() if key not in left_out and not key.startswith(below)}
+    return {
+        key: value
+        for key, value in _flat_config(run).items()
+        if key not in left_out and not key.startswith(below)
+    }
 
 
 def grid_settings(run: Run) -> dict[str, float]:
@@ -303,7 +327,13 @@ def grid_settings(run: Run) -> dict[str, float]:
 
 def ground_of(run: Run) -> str:
     """Task, its configuration and the initial policy as text; only runs with equal ones are compared."""
-    return _text({"task": run.task, "task_config": run.config.get("task"), "policy": run.config.get("policy")})
+    return _text(
+        {
+            "task": run.task,
+            "task_config": run.config.get("task"),
+            "policy": run.config.get("policy"),
+        }
+    )
 
 
 def most_common(values: Sequence[Any]) -> Any:
@@ -317,7 +347,10 @@ def _text(value: Mapping[str, Any]) -> str:
 
 def _title(run: Run, rivals: Sequence[Run]) -> str:
     """The task, and the fields in which it differs from other studies of the same task."""
-    mine, *theirs = (flat({key: one.config.get(key) or {} for key in ("task", "policy")}) for one in (run, *rivals))
+    mine, *theirs = (
+        flat({key: one.config.get(key) or {} for key in ("task", "policy")})
+        for one in (run, *rivals)
+    )
     differing = [key for key in mine if any(other.get(key) != mine[key] for other in theirs)]
     return " ".join([run.task, *(f"{key}={mine[key]}" for key in differing)])
 
@@ -329,25 +362,39 @@ def _settings(study: Study) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
     by_setting: dict[tuple[str, str], dict[str, Run]] = defaultdict(dict)
     for name, run in study.runs.items():
         by_setting[run.method, _text(setting_of(run))][name] = run
-    used = {cell: kept for cell, members in by_setting.items() if (kept := _one_per_seed(members, notes))}
+    used = {
+        cell: kept
+        for cell, members in by_setting.items()
+        if (kept := _one_per_seed(members, notes))
+    }
     settings = []
     for (method, key), kept in used.items():
-        rivals = {other: len(its) for (m, other), its in used.items() if m == method and other != key}
+        rivals = {
+            other: len(its) for (m, other), its in used.items() if m == method and other != key
+        }
         most = max(rivals.values(), default=0)
         largest = [other for other, count in rivals.items() if count == most > len(kept)]
         named = _differing(key, largest if len(largest) == 1 else rivals)
         if rivals and len(kept) > most:
-            notes.append(f"{method} alone stands for the setting of it with the most seeds: {named}.")
-        settings.append(Setting(method if len(kept) > most else f"{method} ({named})", method, kept))
+            notes.append(
+                f"{method} alone stands for the setting of it with the most seeds: {named}."
+            )
+        settings.append(
+            Setting(method if len(kept) > most else f"{method} ({named})", method, kept)
+        )
     return tuple(sorted(settings, key=lambda s: s.label)), tuple(notes)
 
 
 def _differing(key: str, rivals: Iterable[str]) -> str:
     """Fields in which this setting differs from others of the same method: `optimizer.lr=0.0002`."""
     mine, others = json.loads(key), [json.loads(rival) for rival in rivals]
-    fields = sorted({name for other in others for name in {*mine, *other} if mine.get(name) != other.get(name)})
+    fields = sorted(
+        {name for other in others for name in {*mine, *other} if mine.get(name) != other.get(name)}
+    )
     values = {name: mine.get(name) for name in fields}
-    return ", ".join(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+    return ", ".join(
+        f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items()
+    )
 
 
 def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
@@ -370,10 +417,17 @@ def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run
     return {seed: run for seed, (_, run) in sorted(chosen.items(), key=lambda item: str(item[0]))}
 
 
-def _mismatch(first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping[Any, str]]]) -> str:
+def _mismatch(
+    first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping[Any, str]]]
+) -> str:
     """Why two methods have no pair: in what their largest settings differ, or that they share no seed."""
-    a, b = (json.loads(max(by_key[method], key=lambda key: len(by_key[method][key]))) for method in (first, second))
-    differing = sorted(f"{key} ({a.get(key)} and {b.get(key)})" for key in {*a, *b} if a.get(key) != b.get(key))
+    a, b = (
+        json.loads(max(by_key[method], key=lambda key: len(by_key[method][key])))
+        for method in (first, second)
+    )
+    differing = sorted(
+        f"{key} ({a.get(key)} and {b.get(key)})" for key in {*a, *b} if a.get(key) != b.get(key)
+    )
     if not differing:
         return f"{first} and {second} share no seed"
     why = "a difference between them could not be attributed to the method"

@@ -26,7 +26,16 @@ from sharpscope.traces import Run, load_run, load_runs
 SHARE = "attribution"
 TOKEN_COLUMNS = (
     *("probability", "logp", "entropy", "advantage", "weight", "ratio", "clipped"),
-    *("loss_coef", "kl_coef", "policy_coef", "entropy_coef", "mismatch", "kl", "polarity", "entropy_change"),
+    *(
+        "loss_coef",
+        "kl_coef",
+        "policy_coef",
+        "entropy_coef",
+        "mismatch",
+        "kl",
+        "polarity",
+        "entropy_change",
+    ),
     *("logit_grad_norm", "head_grad_norm", "score_norm", "score_norm_local"),
     *("attribution", "heldout_influence"),
 )
@@ -56,12 +65,18 @@ def show_headline(paths: Sequence[str | Path]) -> RenderableType:
 
 
 def watch(
-    path: str | Path, console: Console, *, every: float = 2.0, sleep: Callable[[float], None] = time.sleep
+    path: str | Path,
+    console: Console,
+    *,
+    every: float = 2.0,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> str:
     """Show a run and refresh the view every `every` seconds until the run ends (on a pipe, then); returns its last status."""
     with quiet():  # the view says which parts are set aside
         run = load_run(path)
-        with Live(show(run), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        with Live(
+            show(run), console=console, auto_refresh=False, vertical_overflow="visible"
+        ) as live:
             while run.status == GOING_ON:
                 sleep(every)
                 run = load_run(path)
@@ -70,7 +85,9 @@ def watch(
     return run.status
 
 
-def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int = 20) -> list[Section]:
+def token_sections(
+    run: Run, step: int | None = None, by: str = SHARE, top: int = 20
+) -> list[Section]:
     """The tokens of a step with the largest |`by`|, in their sentences.
 
     Args:
@@ -87,7 +104,11 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
     recorded = _recorded(run, by)
     if not recorded:
         why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
-        others = [name for name in ("loss_coef", "advantage", "entropy") if name != by and _recorded(run, name)]
+        others = [
+            name
+            for name in ("loss_coef", "advantage", "entropy")
+            if name != by and _recorded(run, name)
+        ]
         instead = f"; try --by {others[0]}" if others else ""
         raise UserError(f"--by {by}: never recorded in this run{why}{instead}")
     if step is None:
@@ -104,11 +125,15 @@ def token_sections(run: Run, step: int | None = None, by: str = SHARE, top: int 
         again = run.uses[run.uses["step"] == step]
         first = tokens.drop(columns=["update", "ratio", "clipped", "loss_coef", SHARE])
         later = again.merge(first, on=["step", "rollout", "position"])
-        tokens, columns = pd.concat([tokens, later], ignore_index=True), [by, "ratio", "clipped", "update"]
+        tokens, columns = (
+            pd.concat([tokens, later], ignore_index=True),
+            [by, "ratio", "clipped", "update"],
+        )
         size = np.log(tokens["ratio"]).abs().where((tokens["clipped"] != 0) | (by == "ratio"))
     chosen = tokens.loc[size.dropna().nlargest(top).index]
     measured = tokens[tokens[by].notna()]
-    sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""  # else a column of all tokens
+    # else a column of all tokens
+    sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""
     names = dict.fromkeys((*columns, "probability", "advantage", "weight", SHARE))
     places = chosen["rollout"].astype(str).to_numpy()
     table = pd.DataFrame({"completion": places, "token": sentences(run, step, chosen)})

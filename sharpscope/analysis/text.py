@@ -34,7 +34,9 @@ def shown(text: object) -> str:
     source = str(text)
     if source.isascii() and source.isprintable():
         return source
-    hidden = {char for char in source if char not in "\n\t" and unicodedata.category(char) in _HIDDEN}
+    hidden = {
+        char for char in source if char not in "\n\t" and unicodedata.category(char) in _HIDDEN
+    }
     return source.translate({ord(c): f"⟦{unicodedata.name(c, f'U+{ord(c):04X}')}⟧" for c in hidden})
 
 
@@ -78,7 +80,9 @@ def interval_text(value: float, half: float, sign: bool = False) -> str:
     if not math.isfinite(value):
         return number(value)
     if not (math.isfinite(half) and half > 0):
-        return (f"{value:{plus},.0f}" if abs(value) >= 1000 else f"{value:{plus}.3g}").replace("-", "−")
+        return (f"{value:{plus},.0f}" if abs(value) >= 1000 else f"{value:{plus}.3g}").replace(
+            "-", "−"
+        )
     digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
     return f"{value:{plus}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
 
@@ -90,7 +94,9 @@ def method_label(method: str) -> str:
     for change in changes:
         key, _, value = change.partition("=")
         custom = re.fullmatch(r"custom\((?:[^:]*:)?(.*)\)", value)
-        words.append(custom[1] if custom else f"{key.rpartition('.')[2]} {value}".replace("_", " ").strip())
+        words.append(
+            custom[1] if custom else f"{key.rpartition('.')[2]} {value}".replace("_", " ").strip()
+        )
     return f"{name} ({', '.join(words)})" if words else name
 
 
@@ -111,7 +117,9 @@ def told_apart(texts: Sequence[str], width: int = 100) -> list[str]:
     """The texts, cut to `width`, without a long common beginning (whole words)."""
     same = 0
     if len(set(texts)) > 1:
-        same = next((i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0)
+        same = next(
+            (i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0
+        )
         same = texts[0].rfind(" ", 0, same) + 1
     if same > width // 4:
         texts = ["… " + text[same:] for text in texts]

@@ -44,13 +44,17 @@ VALUES: dict[str, tuple[tuple[str, ...], Callable[[pd.DataFrame], pd.Series]]] =
 
 def needed_columns(names: Iterable[str]) -> list[str]:
     """Columns of the `tokens` table from which `names`, values or columns, follow."""
-    return list(dict.fromkeys(c for name in names for c in (VALUES[name][0] if name in VALUES else (name,))))
+    return list(
+        dict.fromkeys(c for name in names for c in (VALUES[name][0] if name in VALUES else (name,)))
+    )
 
 
 def with_values(tokens: pd.DataFrame) -> pd.DataFrame:
     """The tokens with each value of VALUES whose columns they have, float64; NaN where one of these was not recorded."""
     there = {name: of for name, of in VALUES.items() if set(of[0]) <= set(tokens)}
-    return tokens.assign(**{n: value(tokens[list(needs)].astype(np.float64)) for n, (needs, value) in there.items()})
+    return tokens.assign(
+        **{n: value(tokens[list(needs)].astype(np.float64)) for n, (needs, value) in there.items()}
+    )
 
 
 BINS = {
@@ -70,7 +74,9 @@ def token_bins(tokens: pd.DataFrame) -> np.ndarray:
     """(n,) index into BINS; −1 where the probability, the collision or the advantage is not known."""
     peak = np.exp(tokens["logp"].to_numpy(dtype=float)) >= tokens["collision"].to_numpy(dtype=float)
     sign = np.sign(tokens["advantage"].to_numpy(dtype=float))
-    index = np.select([sign == 0, sign > 0, sign < 0], [4, np.where(peak, 0, 1), np.where(peak, 2, 3)], -1)
+    index = np.select(
+        [sign == 0, sign > 0, sign < 0], [4, np.where(peak, 0, 1), np.where(peak, 2, 3)], -1
+    )
     return np.asarray(np.where(tokens[["logp", "collision"]].isna().any(axis=1), -1, index))
 
 
@@ -89,14 +95,22 @@ def entropy_bins(run: Run) -> pd.DataFrame:
         frame, index = part[index >= 0], index[index >= 0]
         push = with_values(frame)["entropy_change"].fillna(0.0).to_numpy()
         updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
-        share = (frame["attribution"].astype(float) / updates).fillna(0.0).to_numpy() * inverse_inclusion(frame)
+        share = (frame["attribution"].astype(float) / updates).fillna(
+            0.0
+        ).to_numpy() * inverse_inclusion(frame)
         count = 1 / row_probability(frame)
-        sums += [np.bincount(index, each, len(BINS)) for each in (count, share, count * push, count * np.abs(push))]
+        sums += [
+            np.bincount(index, each, len(BINS))
+            for each in (count, share, count * push, count * np.abs(push))
+        ]
     count, gradient, change, size = sums
     if not count.any():
         return pd.DataFrame(columns=["tokens", "gradient", "entropy"])
     totals = {"tokens": (count, count), "gradient": (gradient, gradient), "entropy": (change, size)}
-    parts = {name: one / whole.sum() if whole.sum() > 0 else np.nan for name, (one, whole) in totals.items()}
+    parts = {
+        name: one / whole.sum() if whole.sum() > 0 else np.nan
+        for name, (one, whole) in totals.items()
+    }
     return pd.DataFrame(parts, index=pd.Index(list(BINS), name="kind"))
 
 
@@ -126,10 +140,14 @@ def mismatch_sums(run: Run) -> pd.DataFrame:
     Empty without sampler log-probabilities.
     """
     pieces = [pd.DataFrame(columns=["tokens", *QUANTITIES], dtype=float)]
-    for frame in run.iter_tokens(columns=["step", "logp", "behavior_logp", ROW], required=["behavior_logp"]):
+    for frame in run.iter_tokens(
+        columns=["step", "logp", "behavior_logp", ROW], required=["behavior_logp"]
+    ):
         rows = frame.assign(**{ROW: row_probability(frame)}).dropna()
         values = mismatch(rows["logp"].to_numpy(), rows["behavior_logp"].to_numpy())
-        table = pd.DataFrame({"tokens": np.ones(len(rows)), **values}).mul(1 / rows[ROW].to_numpy(), axis=0)
+        table = pd.DataFrame({"tokens": np.ones(len(rows)), **values}).mul(
+            1 / rows[ROW].to_numpy(), axis=0
+        )
         pieces.append(table.groupby(rows["step"].to_numpy()).sum())
     return pd.concat([piece for piece in pieces if len(piece)] or pieces[:1]).groupby(level=0).sum()
 
@@ -145,7 +163,13 @@ def sampler_section(runs: Runs) -> Section | None:
 
     A sampler differs where some ratio is outside [0.9, 1.1] or an estimate of KL(μ‖π) exceeds 0.001 nats.
     """
-    sums = pd.DataFrame({name: table.sum() for name, run in runs.by_name.items() if len(table := mismatch_sums(run))}).T
+    sums = pd.DataFrame(
+        {
+            name: table.sum()
+            for name, run in runs.by_name.items()
+            if len(table := mismatch_sums(run))
+        }
+    ).T
     title, part, estimates = "Sampler against trainer", "Events and cost", ["k1", "k2", "k3"]
     if sums.empty:
         return None
@@ -155,7 +179,10 @@ def sampler_section(runs: Runs) -> Section | None:
     if differs.empty:
         text = f"no ratio is outside [0.9, 1.1], and no estimate of KL(μ‖π) exceeds {largest.max():.1g} nats"
         return Section(title, f"Their log-probabilities agree: {text}.", part=part)
-    cells: dict[str, Any] = {"run": differs.index, "tokens": [f"{count:,.0f}" for count in differs["tokens"]]}
+    cells: dict[str, Any] = {
+        "run": differs.index,
+        "tokens": [f"{count:,.0f}" for count in differs["tokens"]],
+    }
     cells["ratios outside [0.9, 1.1]"] = [percent(share, 2) for share in differs["outside"]]
     cells |= {f"{name} [nats]": differs[name].to_numpy() for name in estimates}
     note = "Ratio r = π/μ of the trainer's policy to the sampler's; k1 = −ln r, k2 = (ln r)²/2, k3 = r − 1 − ln r estimate KL(μ‖π)."
@@ -175,16 +202,28 @@ def left_out(run: Run) -> pd.DataFrame:
     columns = ["step", "update", "logp", "entropy", "advantage", "loss_coef", "kl_coef", "clipped"]
     pieces = []
     for part in run.iter_tokens(columns=columns, required=["advantage", "loss_coef"]):
-        used = part[part["update"].notna() & (part["advantage"] != 0)].astype({"logp": float, "entropy": float})
-        values = {"probability": np.exp(used["logp"]), "entropy": used["entropy"], "negative": used["advantage"] < 0}
+        used = part[part["update"].notna() & (part["advantage"] != 0)].astype(
+            {"logp": float, "entropy": float}
+        )
+        values = {
+            "probability": np.exp(used["logp"]),
+            "entropy": used["entropy"],
+            "negative": used["advantage"] < 0,
+        }
         policy = used["loss_coef"].astype(float) - used["kl_coef"].astype(float).fillna(0.0)
         out = (policy == 0) & (used["clipped"] == 0)
         means = {"out": out.groupby(used["step"]).mean()}
         for which, chosen in (("out", out), ("kept", ~out)):
-            of_step = pd.DataFrame(values)[chosen].astype(float).groupby(used["step"][chosen]).mean()
+            of_step = (
+                pd.DataFrame(values)[chosen].astype(float).groupby(used["step"][chosen]).mean()
+            )
             means |= {f"{name}_{which}": column for name, column in of_step.items()}
         pieces.append(pd.DataFrame(means).rename_axis("step").reset_index())
-    return pd.concat(pieces, ignore_index=True) if pieces else pd.DataFrame({"step": pd.Series(dtype=int)})
+    return (
+        pd.concat(pieces, ignore_index=True)
+        if pieces
+        else pd.DataFrame({"step": pd.Series(dtype=int)})
+    )
 
 
 def selection_section(run: Run) -> Section | None:
@@ -192,11 +231,19 @@ def selection_section(run: Run) -> Section | None:
     selection = (run.config.get("method") or {}).get("tokens")
     if not selection or (found := left_out(run)).empty:
         return None
-    named = {"first": found.index[0], "most left out": found["out"].idxmax(), "last": found.index[-1]}
+    named = {
+        "first": found.index[0],
+        "most left out": found["out"].idxmax(),
+        "last": found.index[-1],
+    }
     rows = []
     for name, row in zip(named, found.loc[list(named.values())].to_dict("records"), strict=True):
         cells = {"step": f"{row['step']} ({name})", "left out": percent(row["out"], 1)}
-        for title, key in (("mean π", "probability"), ("mean H [nats]", "entropy"), ("share with A < 0", "negative")):
+        for title, key in (
+            ("mean π", "probability"),
+            ("mean H [nats]", "entropy"),
+            ("share with A < 0", "negative"),
+        ):
             cells[title] = f"{number(row[f'{key}_out'])} / {number(row[f'{key}_kept'])}"
         rows.append(cells)
     note = (
@@ -232,7 +279,9 @@ def gradient_gap(run: Run) -> pd.DataFrame:
         means = first.groupby("rollout")[["loss_coef", "advantage"]].mean()
         gain = float(means.loc[means["advantage"] > 0, "loss_coef"].abs().sum())
         squares = (
-            (first["score_norm_local"].astype(float) ** 2).groupby(first["rollout"]).agg(lambda x: x.sum(skipna=False))
+            (first["score_norm_local"].astype(float) ** 2)
+            .groupby(first["rollout"])
+            .agg(lambda x: x.sum(skipna=False))
         )
         if step not in updates.index or squares.isna().all() or gain == 0:
             continue
@@ -244,7 +293,9 @@ def gradient_gap(run: Run) -> pd.DataFrame:
             "success": float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean()),
             "lr": lr,
         }
-        rows.append(row | {"critical_lr": float(probed.get("critical_lr", math.nan)), "gap_lr": bound})
+        rows.append(
+            row | {"critical_lr": float(probed.get("critical_lr", math.nan)), "gap_lr": bound}
+        )
     return pd.DataFrame(rows)
 
 
@@ -255,9 +306,19 @@ def gap_section(run: Run) -> Section | None:
         return None
     measured, bound = found["critical_lr"], found["gap_lr"]
     cells = {
-        **{"step": found["step"], "correct": found["success"].map(percent), "learning rate": found["lr"].map(number)},
-        **{"critical, measured": measured.map(number), "critical, gradient gap": "≤ " + bound.map(number)},
-        **{"λ_c": (2 / measured).map(number), "λ of the gap": ("≥ " + (2 / bound).map(number)).where(bound > 0, "–")},
+        **{
+            "step": found["step"],
+            "correct": found["success"].map(percent),
+            "learning rate": found["lr"].map(number),
+        },
+        **{
+            "critical, measured": measured.map(number),
+            "critical, gradient gap": "≤ " + bound.map(number),
+        },
+        **{
+            "λ_c": (2 / measured).map(number),
+            "λ of the gap": ("≥ " + (2 / bound).map(number)).where(bound > 0, "–"),
+        },
     }
     note = (
         "Along the optimizer's update; measured: where the batch's loss is back at its value (λ_c = 2/learning rate). Gradient gap "

@@ -71,15 +71,17 @@ def token_view(
                 f"{name}: no token rows were recorded (recording.tokens_every), so completions are plain text."
             )
         elif maker is None:
-            notes.append(f"{name}: the run saved no readable tokenizer, so tokens stand as their numbers.")
+            notes.append(
+                f"{name}: the run saved no readable tokenizer, so tokens stand as their numbers."
+            )
         taken = _completions(choice, number, share, maker, pieces, prompts)
         if len(taken) < len(choice.wanted):
-            notes.append(f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file.")
+            notes.append(
+                f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file."
+            )
         completions += taken
     if absent := [name for name in runs if name not in choices]:
-        why = (
-            "no completions were recorded (recording.rollouts_every), or they were not kept when the runs were reduced"
-        )
+        why = "no completions were recorded (recording.rollouts_every), or they were not kept when the runs were reduced"
         notes.append(f"{', '.join(absent[:4])}{' …' * (len(absent) > 4)}: {why}.")
     return {
         "runs": [shown(name) for name in choices],
@@ -92,7 +94,12 @@ def token_view(
 
 
 def _completions(
-    choice: Choice, number: int, budget: int, maker: Pieces | None, pieces: dict[str, int], prompts: dict[str, int]
+    choice: Choice,
+    number: int,
+    budget: int,
+    maker: Pieces | None,
+    pieces: dict[str, int],
+    prompts: dict[str, int],
 ) -> list[dict[str, Any]]:
     """The chosen completions of one run, the first ones that fit into `budget` bytes; the first always."""
     rollouts = choice.run.rollouts.set_index(["step", "rollout"])
@@ -104,9 +111,13 @@ def _completions(
         if step not in steps:
             steps[step] = with_values(choice.run.tokens(steps=[step], columns=wanted))
         row, tokens = rollouts.loc[(step, rollout)], steps[step]
-        body, texts = _body(row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker)
+        body, texts = _body(
+            row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker
+        )
         prompt = _cut(row["prompt"])  # type: ignore[call-overload, index]
-        new = [text for text in dict.fromkeys(texts) if text not in pieces] + [prompt] * (prompt not in prompts)
+        new = [text for text in dict.fromkeys(texts) if text not in pieces] + [prompt] * (
+            prompt not in prompts
+        )
         completion = _head(row, number, step, rollout, why) | body
         used += len(json.dumps(completion)) + 6 * len(texts) + len(json.dumps(new))
         if used > budget and result:
@@ -122,7 +133,13 @@ def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str,
     """What the page says about a completion as a whole."""
     names = {"g": "group", "reward": "reward", "adv": "advantage", "len": "length"}
     return {
-        **{"r": number, "s": step, "n": rollout, "why": shown(why), "parts": shown(row["reward_parts"])[:300]},
+        **{
+            "r": number,
+            "s": step,
+            "n": rollout,
+            "why": shown(why),
+            "parts": shown(row["reward_parts"])[:300],
+        },
         **{name: short(row[column], DIGITS) for name, column in names.items()},
         "ok": None if pd.isna(row["correct"]) else bool(row["correct"]),
         "cut": not pd.isna(row["truncated"]) and bool(row["truncated"]),
@@ -137,19 +154,26 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
     told = {name: column for name, column in COLUMNS.items() if _tells(name, kept)}
-    numbers = {name: [short(value, DIGITS) for value in kept[column]] for name, column in told.items()}
+    numbers = {
+        name: [short(value, DIGITS) for value in kept[column]] for name, column in told.items()
+    }
     body: dict[str, Any] = {"c": numbers}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions
     if len(texts) > MOST_TOKENS:
-        body |= {"rest": shown(_cut("".join(texts[MOST_TOKENS:]))), "more": len(texts) - MOST_TOKENS}
+        body |= {
+            "rest": shown(_cut("".join(texts[MOST_TOKENS:]))),
+            "more": len(texts) - MOST_TOKENS,
+        }
     return body, [shown(_cut(text)) for text in texts[:MOST_TOKENS]]
 
 
 def _tells(name: str, tokens: pd.DataFrame) -> bool:
     """Whether a column of the page says something of these tokens: recorded, no rounding, and not as good as not there."""
-    values = pd.to_numeric(tokens.get(COLUMNS[name], pd.Series(dtype=float)), errors="coerce").dropna()
+    values = pd.to_numeric(
+        tokens.get(COLUMNS[name], pd.Series(dtype=float)), errors="coerce"
+    ).dropna()
     if name == "adv":  # one number of the completion, if it is not each token's own
         return bool(values.nunique() > 1)
     usual = CONSTANT.get(name)
@@ -159,7 +183,11 @@ def _tells(name: str, tokens: pd.DataFrame) -> bool:
 def _cut(text: object) -> str:
     """A text of at most MOST_TEXT characters; what is missing was not recorded."""
     text, most = NOT_RECORDED if text is None else str(text), MOST_TEXT
-    return text if len(text) <= most else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
+    )
 
 
 SPIKES = 4
@@ -193,10 +221,18 @@ class Choice:
 
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
         """Take the completions of the prompts of `rollouts` that were not taken yet."""
-        rows = self.run.rollouts[self.run.rollouts["step"] == step].sort_values("rollout").set_index("rollout")
+        rows = (
+            self.run.rollouts[self.run.rollouts["step"] == step]
+            .sort_values("rollout")
+            .set_index("rollout")
+        )
         for rollout in rollouts:
             group = rows["group"].get(rollout)
-            same = rows.index[rows["group"] == group] if pd.notna(group) else rows.index[rows.index == rollout]
+            same = (
+                rows.index[rows["group"] == group]
+                if pd.notna(group)
+                else rows.index[rows.index == rollout]
+            )
             for one in same[:GROUP]:
                 self.wanted.setdefault((int(step), int(one)), why)
 
@@ -213,7 +249,9 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
         with_text = sorted(int(step) for step in choice.run.rollouts["step"].unique())
         steps = [step for step in choice.run.token_steps if step in with_text] or with_text
         order = list(dict.fromkeys((steps[-1], steps[0], *_spread(steps))))
-        for step, rollout in largest_rollouts(choice.run, order if len(choices) <= FEW else order[:2]).items():
+        for step, rollout in largest_rollouts(
+            choice.run, order if len(choices) <= FEW else order[:2]
+        ).items():
             choice.add(step, [rollout], "largest token")
     return choices
 
@@ -222,7 +260,9 @@ def of_step(run: Run, step: int) -> dict[str, Choice]:
     """All completions of one step, by prompt, that of the largest token first."""
     choice = Choice(run)
     choice.add(step, largest_rollouts(run, [step]).values(), "largest token")
-    choice.add(step, run.rollouts.loc[run.rollouts["step"] == step, "rollout"].sort_values(), "step")
+    choice.add(
+        step, run.rollouts.loc[run.rollouts["step"] == step, "rollout"].sort_values(), "step"
+    )
     return {run.name: choice}
 
 
@@ -250,7 +290,9 @@ def _spread(steps: list[int]) -> list[int]:
 def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
     """Step → completion with its largest token: by |share|, or else the pull |c|·(1 − π); the first one where neither is known."""
     first = run.rollouts.groupby("step")["rollout"].min()
-    tokens = run.tokens(steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"])
+    tokens = run.tokens(
+        steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"]
+    )
     share = tokens["attribution"].abs().astype(float)
     pull = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())
     size = share.where(share.groupby(tokens["step"]).transform("count") > 0, pull).dropna()

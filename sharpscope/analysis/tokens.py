@@ -58,17 +58,24 @@ def scan(runs: Mapping[str, Run], reducers: Sequence[Reducer]) -> dict[str, list
         if run.reductions is not None:  # computed before the token table was left out
             for row in run.reductions:
                 if row.name in result and row.step >= 0:
-                    result[row.name].append(Reduced(name, run.method, run.seed, row.step, row.tokens, row.values))
+                    result[row.name].append(
+                        Reduced(name, run.method, run.seed, row.step, row.tokens, row.values)
+                    )
             continue
         for step, tokens in steps_of(run, columns):
-            recorded = {column: _recorded(tokens[column]) for column in {r.needs for r in reducers if r.needs}}
+            recorded = {
+                column: _recorded(tokens[column])
+                for column in {r.needs for r in reducers if r.needs}
+            }
             for reducer in reducers:
                 if reducer.needs is not None and not recorded[reducer.needs]:
                     continue
                 values = reducer.reduce(tokens, run)
                 if values is not None:
                     rows = len(next(iter(tokens.values())))
-                    result[reducer.name].append(Reduced(name, run.method, run.seed, step, rows, values))
+                    result[reducer.name].append(
+                        Reduced(name, run.method, run.seed, step, rows, values)
+                    )
     return result
 
 
@@ -79,7 +86,9 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
         return
     size = max(1, int(BATCH_ROWS * len(steps) / max(1, run.rows("tokens"))))
     for start in range(0, len(steps), size):
-        frame = run.tokens(steps[start : start + size], ["step", *(c for c in columns if c != "step")])
+        frame = run.tokens(
+            steps[start : start + size], ["step", *(c for c in columns if c != "step")]
+        )
         for step, rows in frame.groupby("step"):  # also a step that was written in several parts
             yield int(str(step)), {column: rows[column].to_numpy() for column in columns}
 

@@ -24,7 +24,11 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Start here": {"demo": running.demo, "run": running.run, "show": inspecting.show},
-    "Understand runs": {"tokens": inspecting.tokens, "analyze": inspecting.analyze, "diagnose": inspecting.diagnose},
+    "Understand runs": {
+        "tokens": inspecting.tokens,
+        "analyze": inspecting.analyze,
+        "diagnose": inspecting.diagnose,
+    },
     "Measure a model or a method": {
         "probe": probing.probe,
         "rotate": forking.rotate,
@@ -95,10 +99,15 @@ _options = {"debug": False}
 
 def _silence() -> None:
     """Ignore warnings that a user cannot act on, and print others as one line; to be called before heavy imports."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # sharpscope reports problems of a model itself
+    # sharpscope reports problems of a model itself
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     # Its threads compete with those of torch, and it warns after each fork.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for category in (FutureWarning, DeprecationWarning):  # to the authors of a library, not to its users
+    # to the authors of a library, not to its users
+    for category in (
+        FutureWarning,
+        DeprecationWarning,
+    ):
         warnings.filterwarnings("ignore", category=category, module=r"(?!sharpscope\b|__main__$)")
     # Of NumPy: a mean of nothing, a division by 0; the result is empty and shown so.
     warnings.filterwarnings("ignore", category=RuntimeWarning)
@@ -118,7 +127,9 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def _common(
-    version: Annotated[bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
     debug: Annotated[bool, Option("--debug", help="Show the traceback of errors.")] = False,
 ) -> None:
     _silence()
@@ -152,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(2 if isinstance(error, (UserError, OSError, _USAGE)) else 1)
 
 
-_USAGE: type[Exception] = typer.BadParameter.__mro__[1]  # click's UsageError: a wrong or missing option or argument
+# click's UsageError: a wrong or missing option or argument
+_USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def _message(error: Any) -> str:

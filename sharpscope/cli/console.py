@@ -73,11 +73,14 @@ def tell(text: str) -> None:
 
 METHODS = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
 Runs = Annotated[list[Path], Argument(help="Run folders, or folders of runs.")]
-Model = Annotated[str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")]
+Model = Annotated[
+    str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")
+]
 Task = Annotated[str | None, Option(help="Kind of a task: `sharpscope config tasks`.")]
 Methods = Annotated[str | None, Option(help=METHODS)]
 Set = Annotated[
-    list[str] | None, Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable.")
+    list[str] | None,
+    Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable."),
 ]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 

@@ -12,8 +12,20 @@ from sharpscope.cli.console import check_names
 
 BASIC = (
     *("out", "seed", "steps", "task", "policy.model", "policy.dtype", "policy.lora"),
-    *("rollout.prompts_per_step", "rollout.group_size", "rollout.temperature", "rollout.max_new_tokens"),
-    *("method.name", "method.weight", "method.clip", "method.kl.coef", "optimizer.lr", "optimizer.schedule"),
+    *(
+        "rollout.prompts_per_step",
+        "rollout.group_size",
+        "rollout.temperature",
+        "rollout.max_new_tokens",
+    ),
+    *(
+        "method.name",
+        "method.weight",
+        "method.clip",
+        "method.kl.coef",
+        "optimizer.lr",
+        "optimizer.schedule",
+    ),
     *("update.mini_batches", "update.microbatch_tokens"),
     *("evaluation.every", "evaluation.prompts", "evaluation.temperatures"),
     *("recording.token_gradients_every", "probes.preset", "checkpoint.every"),
@@ -22,7 +34,9 @@ BASIC = (
 
 
 def methods(
-    name: Annotated[str | None, Argument(help="Method (grpo-sg+weight.U=4), control or module:function.")] = None,
+    name: Annotated[
+        str | None, Argument(help="Method (grpo-sg+weight.U=4), control or module:function.")
+    ] = None,
 ) -> None:
     """List the methods, or explain one.
 
@@ -34,9 +48,15 @@ def methods(
     from rich.markup import escape
     from rich.table import Table
 
-    from sharpscope.config import constants, describe, method_names, method_rotation_bound, same_at_one_update
-    from sharpscope.config.methods import parse_method
-    from sharpscope.config.reading import method_parts
+    from sharpscope.methods import (
+        constants,
+        describe,
+        method_names,
+        method_rotation_bound,
+        same_at_one_update,
+    )
+    from sharpscope.methods.named import parse_method
+    from sharpscope.settings.reading import method_parts
 
     console = Console()
     if name is not None:
@@ -49,7 +69,9 @@ def methods(
             "constants": constants(note.method),
             "source": note.source,
             "choices of this project": note.choices,
-            "largest rotation by weights": f"{bound:.1f}° if tokens' gradients are orthogonal" if bound else "",
+            "largest rotation by weights": f"{bound:.1f}° if tokens' gradients are orthogonal"
+            if bound
+            else "",
             "with one update per step": f"the gradient of {same}: every ratio is 1" if same else "",
         }
         for title, text in rows.items():
@@ -61,7 +83,9 @@ def methods(
         note = describe(each)
         same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
         shown = f"{bound:.1f}°" if bound else ""
-        table.add_row(each, escape(note.differs), f"as {same}" if same else "", shown, escape(note.source))
+        table.add_row(
+            each, escape(note.differs), f"as {same}" if same else "", shown, escape(note.source)
+        )
     console.print(table)
     console.print(
         "at one update: the method with the same gradient if a step makes one update (update.mini_batches=1); the default is two.\n"
@@ -73,7 +97,9 @@ def methods(
 
 
 def config(
-    topic: Annotated[str | None, Argument(help="tasks, columns, fork, or a part such as method.weight.")] = None,
+    topic: Annotated[
+        str | None, Argument(help="tasks, columns, fork, or a part such as method.weight.")
+    ] = None,
     table: Annotated[list[str] | None, Argument(help="With columns: tables; default: all.")] = None,
     every: Annotated[bool, Option("--all", help="List all settings.")] = False,
 ) -> None:
@@ -90,8 +116,9 @@ def config(
     from rich.console import Console
     from rich.markup import escape
 
-    from sharpscope.config import ForkSpec, RunConfig, settings_of
+    from sharpscope.config import ForkSpec, RunConfig
     from sharpscope.errors import UserError, nearest
+    from sharpscope.settings import settings_of
 
     if topic == "columns":
         from sharpscope.traces import TABLES, schema_markdown

@@ -13,9 +13,13 @@ from sharpscope.cli.console import Runs, printable, read_pairs, split, tell
 
 def export(
     runs: Runs,
-    to: Annotated[str, Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")],
+    to: Annotated[
+        str, Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")
+    ],
     out: Annotated[Path, Option(help="Folder that is written.")] = Path("logs"),
-    project: Annotated[str, Option(help="Project of the logger (not for TensorBoard).")] = "sharpscope",
+    project: Annotated[
+        str, Option(help="Project of the logger (not for TensorBoard).")
+    ] = "sharpscope",
     follow: Annotated[bool, Option("--follow", help="Continue until the runs end.")] = False,
     online: Annotated[bool, Option("--online", help="Upload to Weights & Biases.")] = False,
 ) -> None:
@@ -50,10 +54,18 @@ def export(
         _tell("1 run reduced" if len(written) == 1 else f"{len(written)} runs reduced", files, out)
     else:
         paths = [run.path for run in loaded.by_name.values()]
-        for name, count in loggers.export(paths, to, out, project=project, online=online, follow=follow).items():
+        for name, count in loggers.export(
+            paths, to, out, project=project, online=online, follow=follow
+        ).items():
             typer.echo(f"{name}: {count} values")
-        view = f"tensorboard --logdir {out}" if to == "tensorboard" else f"wandb sync {out}/wandb/offline-run-*"
-        typer.echo(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
+        view = (
+            f"tensorboard --logdir {out}"
+            if to == "tensorboard"
+            else f"wandb sync {out}/wandb/offline-run-*"
+        )
+        typer.echo(
+            f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}."
+        )
 
 
 def _tell(what: str, files: list[Path], out: Path) -> None:
@@ -62,15 +74,23 @@ def _tell(what: str, files: list[Path], out: Path) -> None:
 
 
 def import_(
-    kind: Annotated[str, Argument(help="jsonl, nemo-rl, slime, verifiers, open-instruct, prime-rl, or auto.")],
+    kind: Annotated[
+        str, Argument(help="jsonl, nemo-rl, slime, verifiers, open-instruct, prime-rl, or auto.")
+    ],
     source: Annotated[Path, Argument(help="The trainer's file or folder.")],
     out: Annotated[Path | None, Option(help="Folder of the new run. Default: runs/FORMAT.")] = None,
-    columns: Annotated[list[str] | None, Option(help="jsonl: OURS=THEIRS, such as logp=logprobs. Repeatable.")] = None,
+    columns: Annotated[
+        list[str] | None, Option(help="jsonl: OURS=THEIRS, such as logp=logprobs. Repeatable.")
+    ] = None,
     method: Annotated[str, Option(help="Name of the training method.")] = "unknown",
     task: Annotated[str | None, Option(help="Name of the task. Default: the format's.")] = None,
     seed: Annotated[int | None, Option(help="Seed of the run, if known.")] = None,
-    tokenizer: Annotated[str | None, Option(help="Model folder or hub id, for texts of tokens. Default: IDs.")] = None,
-    temperature: Annotated[float | None, Option(help="Of the log-probabilities. Default: 1.")] = None,
+    tokenizer: Annotated[
+        str | None, Option(help="Model folder or hub id, for texts of tokens. Default: IDs.")
+    ] = None,
+    temperature: Annotated[
+        float | None, Option(help="Of the log-probabilities. Default: 1.")
+    ] = None,
 ) -> None:
     """Write a trace from the files of another trainer. Values that they lack are null.
 
@@ -81,7 +101,9 @@ def import_(
     from sharpscope.errors import UserError
     from sharpscope.integrations.importers import Options, import_files, recognize
 
-    pairs = read_pairs("--columns", [part for given in columns or () for part in split(given)], "logp=logprobs")
+    pairs = read_pairs(
+        "--columns", [part for given in columns or () for part in split(given)], "logp=logprobs"
+    )
     kind = recognize(source) if kind == "auto" else kind
     if pairs and kind != "jsonl":
         raise UserError(f"--columns: belongs to the format jsonl, not {kind}; leave it out")
@@ -97,7 +119,9 @@ def next_command(folder: Path) -> str:
     """The command that shows most of an imported run."""
     from sharpscope.traces import load_run
 
-    missing = (load_run(folder).info.get("imported") or {}).get("not_recorded", {}).get("tokens", [])
+    missing = (
+        (load_run(folder).info.get("imported") or {}).get("not_recorded", {}).get("tokens", [])
+    )
     if "token_id" in missing:
         return f"sharpscope show {folder}"
     if "loss_coef" not in missing:

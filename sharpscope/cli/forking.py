@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, check_names, print_sections, split, tell
+from sharpscope.cli.console import (
+    METHODS,
+    Model,
+    Set,
+    Task,
+    check_names,
+    print_sections,
+    split,
+    tell,
+)
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section
@@ -17,21 +26,41 @@ if TYPE_CHECKING:
 
 
 def fork(
-    run: Annotated[Path | None, Argument(help="Folder of a run, whose checkpoints are the states.")] = None,
+    run: Annotated[
+        Path | None, Argument(help="Folder of a run, whose checkpoints are the states.")
+    ] = None,
     model: Annotated[
-        str | None, Option(help="embedded:NAME, a model folder, or a hub id; of a recorded run its checkpoint.")
+        str | None,
+        Option(
+            help="embedded:NAME, a model folder, or a hub id; of a recorded run its checkpoint."
+        ),
     ] = None,
     task: Task = None,
-    checkpoint: Annotated[list[str] | None, Option(help="50 or step-000050; 0: the start. Repeatable.")] = None,
-    step: Annotated[int | None, Option(min=1, help="Step that --without-tokens makes again.")] = None,
-    without_tokens: Annotated[str | None, Option(help="top:K: --step with and without its K leading tokens.")] = None,
-    methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
-    batches: Annotated[int | None, Option(min=1, help="Batches of rollouts per state. Default: 30.")] = None,
-    outcomes: Annotated[str | None, Option(help="failure,entropy (the default), greedy, sharpness.")] = None,
-    set_: Annotated[
-        list[str] | None, Option("--set", help="Field of the run, or fork.NAME (`sharpscope config fork`). Repeatable.")
+    checkpoint: Annotated[
+        list[str] | None, Option(help="50 or step-000050; 0: the start. Repeatable.")
     ] = None,
-    out: Annotated[Path | None, Option(help="Folder for the rows. Default: RUN, or forks/MODEL.")] = None,
+    step: Annotated[
+        int | None, Option(min=1, help="Step that --without-tokens makes again.")
+    ] = None,
+    without_tokens: Annotated[
+        str | None, Option(help="top:K: --step with and without its K leading tokens.")
+    ] = None,
+    methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
+    batches: Annotated[
+        int | None, Option(min=1, help="Batches of rollouts per state. Default: 30.")
+    ] = None,
+    outcomes: Annotated[
+        str | None, Option(help="failure,entropy (the default), greedy, sharpness.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        Option(
+            "--set", help="Field of the run, or fork.NAME (`sharpscope config fork`). Repeatable."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, Option(help="Folder for the rows. Default: RUN, or forks/MODEL.")
+    ] = None,
 ) -> None:
     """Compare single updates from the same state: of several methods, or of one step with and without its leading tokens.
 
@@ -43,22 +72,37 @@ def fork(
       sharpscope fork runs/first --checkpoint 0 --checkpoint 50 --methods grpo,strong=grpo-sg+weight.U=4
       sharpscope fork runs/first --step 40 --without-tokens top:12
     """
-    from sharpscope.config import ForkSpec, parse_overrides
+    from sharpscope.config import ForkSpec
+    from sharpscope.settings import parse_overrides
 
     of_fork = [text for text in set_ or [] if text.startswith("fork.")]
     given: dict[str, Any] = parse_overrides(of_fork).get("fork", {})
-    check_names("--set", [f"fork.{name}" for name in given], [f"fork.{name}" for name in ForkSpec.model_fields])
+    check_names(
+        "--set",
+        [f"fork.{name}" for name in given],
+        [f"fork.{name}" for name in ForkSpec.model_fields],
+    )
     given |= {"model": model, "task": task, "on_progress": tell}
     given["overrides"] = [text for text in set_ or [] if text not in of_fork]
-    arms: dict[str, Any] = {"methods": split(methods), "outcomes": split(outcomes), "batches": batches}
-    arms = {name: value for name, value in {**arms, "checkpoint": checkpoint, "out": out}.items() if value}
+    arms: dict[str, Any] = {
+        "methods": split(methods),
+        "outcomes": split(outcomes),
+        "batches": batches,
+    }
+    arms = {
+        name: value
+        for name, value in {**arms, "checkpoint": checkpoint, "out": out}.items()
+        if value
+    }
     try:
         if without_tokens is None and step is None:
             _methods(run, **given | arms)
         else:
             _without(run, step, without_tokens, next(iter(arms), None), **given)
     except KeyboardInterrupt:
-        typer.echo("interrupted: what was measured is kept; repeat the command to continue", err=True)
+        typer.echo(
+            "interrupted: what was measured is kept; repeat the command to continue", err=True
+        )
         raise typer.Exit(130) from None
 
 
@@ -74,7 +118,9 @@ def _methods(run: Path | None, **given: Any) -> None:
     typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
-def _without(run: Path | None, step: int | None, tokens: str | None, extra: str | None, **given: Any) -> None:
+def _without(
+    run: Path | None, step: int | None, tokens: str | None, extra: str | None, **given: Any
+) -> None:
     """Make a step with and without its leading tokens, and print what each does."""
     from sharpscope.analysis.forks import without_sections
     from sharpscope.errors import UserError
@@ -83,9 +129,13 @@ def _without(run: Path | None, step: int | None, tokens: str | None, extra: str 
     kind, _, count = (tokens or "").partition(":")
     if run is None or step is None or kind != "top" or not count.isdecimal() or not int(count):
         example = "fork RUN --step 40 --without-tokens top:12"
-        raise UserError(f"--without-tokens {tokens}: needs a run, --step and a number, as in {example}")
+        raise UserError(
+            f"--without-tokens {tokens}: needs a run, --step and a number, as in {example}"
+        )
     if extra is not None:
-        raise UserError(f"--{extra}: does not go with --without-tokens, which makes one step of the run as it was")
+        raise UserError(
+            f"--{extra}: does not go with --without-tokens, which makes one step of the run as it was"
+        )
     forked, name = without_tokens(run, step, int(count), **given)
     print_sections(without_sections(forked, name))
     typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")
@@ -96,12 +146,20 @@ def rotate(
     model: Model = None,
     task: Task = None,
     methods: Annotated[str | None, Option(help=f"{METHODS} Default: all.")] = None,
-    checkpoint: Annotated[str | None, Option(help="50 or step-000050; 0: the start. Default: the last.")] = None,
+    checkpoint: Annotated[
+        str | None, Option(help="50 or step-000050; 0: the start. Default: the last.")
+    ] = None,
     seed: Annotated[int | None, Option(help="Seed of the batch, with --model. Default: 0.")] = None,
     set_: Set = None,
-    warm_up: Annotated[int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")] = 0,
-    measure: Annotated[bool, Option("--measure", help="Make each update, measure, take it back.")] = False,
-    plot: Annotated[bool, Option("--plot", help="Also plot token weights over logit and probability.")] = False,
+    warm_up: Annotated[
+        int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")
+    ] = 0,
+    measure: Annotated[
+        bool, Option("--measure", help="Make each update, measure, take it back.")
+    ] = False,
+    plot: Annotated[
+        bool, Option("--plot", help="Also plot token weights over logit and probability.")
+    ] = False,
     out: Annotated[Path | None, Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
 ) -> None:
     """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
@@ -139,7 +197,7 @@ def _sections(rotations: Rotations) -> list[Section]:
     import pandas as pd
 
     from sharpscope.analysis.sections import Section
-    from sharpscope.probes import NOISE_BOUND
+    from sharpscope.policy.directions import NOISE_BOUND
 
     batch = rotations.batch
     where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
@@ -147,14 +205,20 @@ def _sections(rotations: Rotations) -> list[Section]:
         f"{batch['model']} on {batch['task']}, {where}: {batch['prompts']} prompts ({batch['informative_prompts']} with different "
         f"rewards), {batch['completions']} completions, {batch['tokens']} tokens"
     )
-    noise = "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
+    noise = (
+        "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
+    )
     if rotations.noise >= NOISE_BOUND:
         noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
     table = rotations.table
     named = table["method"] + table["reference"].map(lambda of: " *" if of == "unweighted" else "")
     notes = [f"{name}: {why}" for name, why in zip(named, table["problem"], strict=True) if why]
     if batch["recorded"] is not None:
-        same = "are those" if batch["recorded"] else "are not those (another machine or version, or --set)"
+        same = (
+            "are those"
+            if batch["recorded"]
+            else "are not those (another machine or version, or --set)"
+        )
         notes.append(f"The completions {same} that the run recorded at this step.")
     notes += [
         f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
@@ -172,6 +236,7 @@ def _sections(rotations: Rotations) -> list[Section]:
         "bound": ("rotation_bound", "{:.1f}°"),
     }
     shown = {
-        title: table[name].map(form.format, na_action="ignore").fillna("–") for title, (name, form) in columns.items()
+        title: table[name].map(form.format, na_action="ignore").fillna("–")
+        for title, (name, form) in columns.items()
     }
     return [Section(title, pd.DataFrame({"method": named} | shown)), Section("", "\n".join(notes))]

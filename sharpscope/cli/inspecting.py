@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, Runs, print_json, print_sections, printable, read_pairs, tell
+from sharpscope.cli.console import (
+    Json,
+    Runs,
+    print_json,
+    print_sections,
+    printable,
+    read_pairs,
+    tell,
+)
 
 if TYPE_CHECKING:
     from sharpscope.diagnose.report import Diagnosis
@@ -17,7 +25,9 @@ if TYPE_CHECKING:
 def show(
     runs: Runs,
     watch: Annotated[bool, Option("--watch", help="Refresh until the run ends (one run).")] = False,
-    card: Annotated[Path | None, Option(help="Write a picture of the run to share (.png, .svg).")] = None,
+    card: Annotated[
+        Path | None, Option(help="Write a picture of the run to share (.png, .svg).")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
@@ -51,10 +61,18 @@ def show(
 
 def tokens(
     run: Annotated[Path, Argument(help="Folder of a run.")],
-    step: Annotated[int | None, Option(help="Step. Default: the one with the largest gradient.")] = None,
-    by: Annotated[str, Option(help="Column to sort by, or mismatch, entropy_change, kl, policy_coef.")] = "attribution",
-    top: Annotated[int | None, Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")] = None,
-    spikes: Annotated[bool, Option("--spikes", help="Steps with a large gradient, and their tokens.")] = False,
+    step: Annotated[
+        int | None, Option(help="Step. Default: the one with the largest gradient.")
+    ] = None,
+    by: Annotated[
+        str, Option(help="Column to sort by, or mismatch, entropy_change, kl, policy_coef.")
+    ] = "attribution",
+    top: Annotated[
+        int | None, Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")
+    ] = None,
+    spikes: Annotated[
+        bool, Option("--spikes", help="Steps with a large gradient, and their tokens.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
@@ -69,7 +87,9 @@ def tokens(
     from sharpscope.traces import load_run
 
     if spikes and (step is not None or by != "attribution"):
-        raise UserError("--spikes: finds the steps itself and shows shares; leave out --step and --by")
+        raise UserError(
+            "--spikes: finds the steps itself and shows shares; leave out --step and --by"
+        )
     loaded = load_run(run)
     found = (
         analysis.spike_sections(loaded, top=top or 8)
@@ -82,8 +102,12 @@ def tokens(
 def analyze(
     runs: Runs,
     out: Annotated[Path | None, Option(help="Default: `report` in the folder of the runs.")] = None,
-    claims: Annotated[bool, Option("--claims", help="Test the published claims on these runs too.")] = False,
-    figures: Annotated[bool, Option("--figures", help="Write figures for papers too (PNG and SVG).")] = False,
+    claims: Annotated[
+        bool, Option("--claims", help="Test the published claims on these runs too.")
+    ] = False,
+    figures: Annotated[
+        bool, Option("--figures", help="Write figures for papers too (PNG and SVG).")
+    ] = False,
     open_: Annotated[bool, Option("--open", help="Open the page in the browser.")] = False,
 ) -> None:
     """Write a self-contained page of runs: curves, tokens and differences, with its tables as CSV files.
@@ -98,16 +122,23 @@ def analyze(
     size = written.page.stat().st_size / 2**20
     drawn = f"{len(written.figures)} figures and " if written.figures else ""
     counts = f"{drawn}{len(written.tables)} tables"
-    typer.echo(f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)")
+    typer.echo(
+        f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)"
+    )
     if open_:
         typer.launch(written.page.resolve().as_uri())
 
 
 def diagnose(
     path: Annotated[
-        Path, Argument(help="A run, trainer_state.json, JSON lines, CSV, TensorBoard events, or their folder.")
+        Path,
+        Argument(
+            help="A run, trainer_state.json, JSON lines, CSV, TensorBoard events, or their folder."
+        ),
     ],
-    map_: Annotated[list[str] | None, Option("--map", help="Name a key: --map reward=my/key. Repeatable.")] = None,
+    map_: Annotated[
+        list[str] | None, Option("--map", help="Name a key: --map reward=my/key. Repeatable.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Say what went wrong in a training run, when it began, and what to do next, from the log that exists.
@@ -124,7 +155,9 @@ def diagnose(
     if json:
         print_json(found.as_dict() | {"layers": layers})
     else:
-        text = found.text() + "".join(f"\nLayers at step {step}: {seen}" for step, seen in layers.items())
+        text = found.text() + "".join(
+            f"\nLayers at step {step}: {seen}" for step, seen in layers.items()
+        )
         typer.echo("\n".join(printable(line) for line in text.split("\n")))
 
 
@@ -136,6 +169,10 @@ def _layers(found: Diagnosis) -> dict[int, str]:
     from sharpscope.traces import load_run
 
     run = load_run(found.log.path)
-    steps = {f.step for f in found.findings if f.began.quantity in ("grad_norm", "update_norm", "kl_step")}
+    steps = {
+        f.step
+        for f in found.findings
+        if f.began.quantity in ("grad_norm", "update_norm", "kl_step")
+    }
     grown = {step: layer_growth(run, step) for step in sorted(steps)}
     return {step: growth_text(groups) for step, groups in grown.items() if len(groups)}

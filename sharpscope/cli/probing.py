@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from sharpscope.config.run import ProbesSpec
-    from sharpscope.probes import Measured
+    from sharpscope.surface import Measured
 
 Found = Iterator[tuple[str, int, "Measured"]]
 """Label of the checkpoint, its step (0 for a model), and what was measured."""
@@ -25,24 +25,45 @@ SEED = 0  # of every random vector
 
 
 def probe(
-    run: Annotated[Path | None, Argument(help="Folder of a run: probe its checkpoints on its probe set.")] = None,
+    run: Annotated[
+        Path | None, Argument(help="Folder of a run: probe its checkpoints on its probe set.")
+    ] = None,
     model: Annotated[
-        list[str] | None, Option(help="embedded:NAME, a model folder, or a hub id. Repeatable: side by side.")
+        list[str] | None,
+        Option(help="embedded:NAME, a model folder, or a hub id. Repeatable: side by side."),
     ] = None,
-    data: Annotated[Path | None, Option(help="JSONL or Parquet with prompt and completion (and reward).")] = None,
+    data: Annotated[
+        Path | None, Option(help="JSONL or Parquet with prompt and completion (and reward).")
+    ] = None,
     rollouts: Annotated[
-        Path | None, Option(help="Batch dumped by another trainer, or imported run: measure its steps at a checkpoint.")
+        Path | None,
+        Option(
+            help="Batch dumped by another trainer, or imported run: measure its steps at a checkpoint."
+        ),
     ] = None,
-    method: Annotated[str | None, Option(help="Method that gives the tokens of --rollouts coefficients.")] = None,
-    temperature: Annotated[float | None, Option(help="Of a dumped batch's log-probabilities. Default: 1.")] = None,
+    method: Annotated[
+        str | None, Option(help="Method that gives the tokens of --rollouts coefficients.")
+    ] = None,
+    temperature: Annotated[
+        float | None, Option(help="Of a dumped batch's log-probabilities. Default: 1.")
+    ] = None,
     steps: Annotated[str | None, Option(help="Steps of --rollouts: 10,20. Default: all.")] = None,
-    all_checkpoints: Annotated[bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")] = False,
-    backend: Annotated[str, Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")] = "lanczos",
-    force: Annotated[bool, Option("--force", help="Accept a checkpoint that does not fit.")] = False,
+    all_checkpoints: Annotated[
+        bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")
+    ] = False,
+    backend: Annotated[
+        str, Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")
+    ] = "lanczos",
+    force: Annotated[
+        bool, Option("--force", help="Accept a checkpoint that does not fit.")
+    ] = False,
     set_: Annotated[
-        list[str] | None, Option("--set", help="Field of `probes`, such as rho=0.05 or check=off. Repeatable.")
+        list[str] | None,
+        Option("--set", help="Field of `probes`, such as rho=0.05 or check=off. Repeatable."),
     ] = None,
-    out: Annotated[Path | None, Option(help="Folder that is written. Default: probe, or RUN-probe.")] = None,
+    out: Annotated[
+        Path | None, Option(help="Folder that is written. Default: probe, or RUN-probe.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Probe a model: curvature and sharpness under perturbations; or the tokens of a batch of another trainer.
@@ -52,25 +73,31 @@ def probe(
       sharpscope probe runs/first --all-checkpoints --set curvature_prompts=0
       sharpscope probe checkpoints/step-100 --rollouts dumped/step_100.jsonl --method grpo --out runs/replayed
     """
-    from sharpscope.config import parse_overrides, validate
-    from sharpscope.config.methods import parse_method
     from sharpscope.config.run import Backend, ProbesSpec
     from sharpscope.errors import UserError
+    from sharpscope.methods.named import parse_method
+    from sharpscope.settings import parse_overrides, validate
     from sharpscope.traces import check_free, free_name
 
     check_names("--backend", [backend], get_args(Backend))
     values = parse_overrides(set_ or [])
     # The default of the preset needs rewards, which a file of texts need not have.
-    defaults = {"preset": "standard", "curvature_prompts": WHOLE} | ({} if data is None else {"functionals": ("nll",)})
+    defaults = {"preset": "standard", "curvature_prompts": WHOLE} | (
+        {} if data is None else {"functionals": ("nll",)}
+    )
     spec: ProbesSpec = validate(ProbesSpec, defaults | values)
     if not spec.functionals:
         raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
     if rollouts is not None:
         models = [*(model or []), *([] if run is None else [str(run)])]
         if len(models) != 1 or data is not None or all_checkpoints:
-            raise UserError("--rollouts: goes with one checkpoint and without --data and --all-checkpoints")
+            raise UserError(
+                "--rollouts: goes with one checkpoint and without --data and --all-checkpoints"
+            )
         if not all(step.isdecimal() for step in split(steps)):
-            raise UserError(f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20")
+            raise UserError(
+                f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20"
+            )
         if not rollouts.exists():
             raise UserError(f"--rollouts {rollouts}: no such file or folder")
         out = out or free_name("runs/replayed")
@@ -81,11 +108,17 @@ def probe(
         _replay(rollouts, models[0], out, temperature, options)
         return
     problems = {
-        "--steps, --method, --temperature, --force: go with --rollouts": any((steps, method, temperature, force)),
+        "--steps, --method, --temperature, --force: go with --rollouts": any(
+            (steps, method, temperature, force)
+        ),
         "probe: give a run's folder, or --model with --data": (run is None) == (not model),
-        "--data: goes with --model; a run is probed on its own probe set": run is not None and data is not None,
-        "--all-checkpoints: goes with a run's folder, not with --model": run is None and all_checkpoints,
-        "probe --model: needs --data, a JSONL or Parquet file of prompts and completions": run is None and data is None,
+        "--data: goes with --model; a run is probed on its own probe set": run is not None
+        and data is not None,
+        "--all-checkpoints: goes with a run's folder, not with --model": run is None
+        and all_checkpoints,
+        "probe --model: needs --data, a JSONL or Parquet file of prompts and completions": run
+        is None
+        and data is None,
     }
     for text, wrong in problems.items():
         if wrong:
@@ -102,8 +135,8 @@ def probe(
 def _models(models: Sequence[str], data: Path | None, spec: ProbesSpec, backend: str) -> Found:
     """Probe models on a file of texts, all at the radius of the first."""
     from sharpscope.policy import PolicySpec, load_policy
-    from sharpscope.probes import read_rows, run, text_batches
     from sharpscope.recording.run_folder import set_threads
+    from sharpscope.surface import read_rows, run, text_batches
 
     assert data is not None
     set_threads(None, models[0])
@@ -121,16 +154,18 @@ def _checkpoints(folder: Path, spec: ProbesSpec, every: bool, backend: str, fixe
     from sharpscope.config import read_recorded
     from sharpscope.errors import UserError
     from sharpscope.policy import load_policy
-    from sharpscope.probes import Radius, probe_set_batches, run
     from sharpscope.recording.probe_sets import Drawer, run_probe_set
     from sharpscope.recording.run_folder import set_threads
+    from sharpscope.surface import Radius, probe_set_batches, run
     from sharpscope.tasks import make_task
     from sharpscope.traces import read_run_info
     from sharpscope.training.checkpoint import checkpoints, step_of
 
     saved = checkpoints(folder)
     if not saved:
-        raise UserError(f"run '{folder}' has no checkpoint to probe; give the folder of a run that has one")
+        raise UserError(
+            f"run '{folder}' has no checkpoint to probe; give the folder of a run that has one"
+        )
     config = read_recorded(folder)
     set_threads(config.threads, config.policy.model)
     task = make_task(config.task)
@@ -139,16 +174,22 @@ def _checkpoints(folder: Path, spec: ProbesSpec, every: bool, backend: str, fixe
     if not fixed and (known or config.probes.rho != "auto"):
         radius = Radius(**known) if known else Radius(float(config.probes.rho))
     for checkpoint in saved if every else saved[-1:]:
-        policy = load_policy(config.policy.model_copy(update={"model": str(checkpoint)}), base=config.policy.model)
+        policy = load_policy(
+            config.policy.model_copy(update={"model": str(checkpoint)}), base=config.policy.model
+        )
         drawer, temperature = Drawer(config, policy, task), config.rollout.temperature
-        batches = probe_set_batches(probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED)
+        batches = probe_set_batches(
+            probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED
+        )
         step = step_of(checkpoint)
         for measured in run(policy.model, batches, spec, radius=radius, backend=backend):  # type: ignore[arg-type]
             radius = measured.radius
             yield f"step {step}", step, measured
 
 
-def _replay(source: Path, model: str, out: Path, temperature: float | None, options: dict[str, Any]) -> None:
+def _replay(
+    source: Path, model: str, out: Path, temperature: float | None, options: dict[str, Any]
+) -> None:
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
     from sharpscope.integrations.importers import probe_rollouts
     from sharpscope.policy import PolicySpec, load_policy
@@ -163,8 +204,14 @@ def _replay(source: Path, model: str, out: Path, temperature: float | None, opti
     else:
         found = probe_rollouts(source, policy, out, temperature=temperature, **options)
     for one in found:
-        shares = "norms and shares" if one.attributed else "norms (not every token has a loss_coef, so no shares)"
-        typer.echo(f"step {one.step}: {shares} of {one.tokens} tokens; |ln π − recorded| {one.logp_gap:.2g} nats")
+        shares = (
+            "norms and shares"
+            if one.attributed
+            else "norms (not every token has a loss_coef, so no shares)"
+        )
+        typer.echo(
+            f"step {one.step}: {shares} of {one.tokens} tokens; |ln π − recorded| {one.logp_gap:.2g} nats"
+        )
     typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 
@@ -173,11 +220,13 @@ def _report(found: Found, out: Path, json: bool) -> None:
     import pandas as pd
 
     from sharpscope.analysis.sections import Section
-    from sharpscope.probes import problems
+    from sharpscope.surface import problems
 
     tables: list[pd.DataFrame] = []
     for label, step, measured in found:
-        rows = [{"step": step, "checkpoint": label} | vars(estimate) for estimate in measured.estimates]
+        rows = [
+            {"step": step, "checkpoint": label} | vars(estimate) for estimate in measured.estimates
+        ]
         tables.append(pd.DataFrame(rows).drop(columns="prompt_values"))
         out.mkdir(parents=True, exist_ok=True)
         aside = out / "probes.parquet.tmp"
@@ -194,7 +243,9 @@ def _report(found: Found, out: Path, json: bool) -> None:
         else:
             typer.echo("\n".join(map(printable, said)))
             print_sections([Section("", _table(estimates))])
-    typer.echo(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json)
+    typer.echo(
+        f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json
+    )
 
 
 def sentences(estimates: pd.DataFrame) -> list[str]:
@@ -202,9 +253,16 @@ def sentences(estimates: pd.DataFrame) -> list[str]:
     sets = estimates["probe_set"].unique()
     chosen = next((name for name in sets if "/train@" in name), sets[0])
     first = estimates[estimates["probe_set"] == chosen]
-    lines = [line for name, rows in first.groupby("functional", sort=False) for line in _compared(str(name), rows)]
+    lines = [
+        line
+        for name, rows in first.groupby("functional", sort=False)
+        for line in _compared(str(name), rows)
+    ]
     for (label, name), rows in first.groupby(["checkpoint", "functional"], sort=False):
-        lines += [f"{label}, {name}: {text}" for text in _texts(rows.set_index("quantity").to_dict("index"))]
+        lines += [
+            f"{label}, {name}: {text}"
+            for text in _texts(rows.set_index("quantity").to_dict("index"))
+        ]
     return lines
 
 
@@ -234,7 +292,11 @@ def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
         sure = f"{_error(row)} over {row['prompts']:.0f} prompts" if _error(row) else ""
         doubt = "" if row["converged"] else "; NOT converged"
         negative = f"; smallest {known['smallest']['value']:.3g}" if "smallest" in known else ""
-        limit = f"; plain gradient descent is stable along it below lr = {2 / value:.2g}" if value > 0 else ""
+        limit = (
+            f"; plain gradient descent is stable along it below lr = {2 / value:.2g}"
+            if value > 0
+            else ""
+        )
         yield f"sharpest direction: eigenvalue {value:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
     elif "largest" in rows:
         yield f"no curvature ({rows['largest']['why']})"
@@ -247,7 +309,11 @@ def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
         elif math.isfinite(share):
             bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
         else:
-            bound = f", {row['value'] / first['value']:.2f} of its first-order term" if first and first["value"] else ""
+            bound = (
+                f", {row['value'] / first['value']:.2f} of its first-order term"
+                if first and first["value"]
+                else ""
+            )
         yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{_error(row)}{bound}"
     if row := known.get("radius"):
         yield f"radius {row['value']:.3g}, chosen from losses at {row['samples']:.0f} radii"
@@ -263,15 +329,30 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
 
     several = estimates["checkpoint"].nunique() > 1
     rows = []
-    for (name, functional, quantity), same in estimates.groupby(["probe_set", "functional", "quantity"], sort=False):
+    for (name, functional, quantity), same in estimates.groupby(
+        ["probe_set", "functional", "quantity"], sort=False
+    ):
         first = same.iloc[0]
-        row = {"loss": functional or "gradient", "prompts": split_of(str(name)), "quantity": quantity}
+        row = {
+            "loss": functional or "gradient",
+            "prompts": split_of(str(name)),
+            "quantity": quantity,
+        }
         row |= {"rho": first["rho"]}
         if several:
-            row |= {label: _number(value) for label, value in zip(same["checkpoint"], same["value"], strict=True)}
+            row |= {
+                label: _number(value)
+                for label, value in zip(same["checkpoint"], same["value"], strict=True)
+            }
         else:
-            errors = {"± s.e.": "std_error", "± prompts": "prompt_std_error", "saturation": "saturation"}
-            row |= {"value": _number(first["value"])} | {title: first[column] for title, column in errors.items()}
+            errors = {
+                "± s.e.": "std_error",
+                "± prompts": "prompt_std_error",
+                "saturation": "saturation",
+            }
+            row |= {"value": _number(first["value"])} | {
+                title: first[column] for title, column in errors.items()
+            }
         rows.append(row)
     return pd.DataFrame(rows)
 

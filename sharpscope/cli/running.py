@@ -49,7 +49,9 @@ def demo(
         "recording.rotation_every": max(1, steps // 5),
     }
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
-        typer.echo(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
+        typer.echo(
+            f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people"
+        )
         values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs" / method)}
         outcome = train(build_config(values=values | sizes), Display(Console(stderr=True)))
         if outcome.status != "finished":
@@ -66,8 +68,12 @@ def demo(
 
 
 def run(
-    config: Annotated[Path | None, Argument(help="YAML file of a run or a sweep, see experiments/.")] = None,
-    method: Annotated[str | None, Option("--method", "-m", help="[label=]name[+field=value…], a method.")] = None,
+    config: Annotated[
+        Path | None, Argument(help="YAML file of a run or a sweep, see experiments/.")
+    ] = None,
+    method: Annotated[
+        str | None, Option("--method", "-m", help="[label=]name[+field=value…], a method.")
+    ] = None,
     methods: Annotated[str | None, Option(help=f"{METHODS} Makes a sweep.")] = None,
     seeds: Annotated[str | None, Option(help="Seeds, separated by commas. Makes a sweep.")] = None,
     task: Task = None,
@@ -79,8 +85,12 @@ def run(
     set_: Set = None,
     resume: Annotated[Path | None, Option(help="Folder of an interrupted run to resume.")] = None,
     quiet: Annotated[bool, Option("--quiet", "-q", help="Disable the live display.")] = False,
-    workers: Annotated[int, Option(min=1, help="Sweep: concurrent runs; they share the threads.")] = 1,
-    part: Annotated[list[str] | None, Option(help="Sweep: part to run. Repeatable. Default: all.")] = None,
+    workers: Annotated[
+        int, Option(min=1, help="Sweep: concurrent runs; they share the threads.")
+    ] = 1,
+    part: Annotated[
+        list[str] | None, Option(help="Sweep: part to run. Repeatable. Default: all.")
+    ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Sweep: print the runs, and exit.")] = False,
 ) -> None:
     """Train a policy and record token-level traces; with --methods, --seeds or a sweep's file, several. Repeat to resume a sweep.
@@ -93,10 +103,18 @@ def run(
       sharpscope run --resume runs/first
       accelerate launch --num_processes 2 -m sharpscope run --method grpo-sg
     """
-    from sharpscope.config import config_data, make_config, read_recorded, read_yaml
+    from sharpscope.config import config_data, make_config, read_recorded
     from sharpscope.errors import UserError
+    from sharpscope.settings import read_yaml
 
-    options = {"method": method, "task": task, "model": model, "steps": steps, "seed": seed, "lr": lr}
+    options = {
+        "method": method,
+        "task": task,
+        "model": model,
+        "steps": steps,
+        "seed": seed,
+        "lr": lr,
+    }
     if resume is not None:
         others = [config, methods, seeds, out, set_, *options.values()]
         if any(value is not None for value in others):
@@ -105,16 +123,22 @@ def run(
         return
     for one, several in (("method", methods), ("seed", seeds)):
         if several is not None and options[one] is not None:
-            raise UserError(f"--{one}: goes without --{one}s, which lists all; remove one of the two")
+            raise UserError(
+                f"--{one}: goes without --{one}s, which lists all; remove one of the two"
+            )
     content = {} if config is None else read_yaml(config)
     if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
         if part or dry_run:
-            raise UserError("--part, --dry-run: go with a sweep; give --methods, --seeds or the file of one")
+            raise UserError(
+                "--part, --dry-run: go with a sweep; give --methods, --seeds or the file of one"
+            )
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
         _train(make_config(config_data(content, set_ or (), values)), quiet)
         return
     if seeds is not None and not (split(seeds) and all(one.isdecimal() for one in split(seeds))):
-        raise UserError(f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2")
+        raise UserError(
+            f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2"
+        )
     if methods is not None and not split(methods):
         raise UserError("--methods: names nothing; list them (sharpscope methods)")
     content = content if SWEEP_FIELDS & set(content) else _as_sweep(content)
@@ -123,22 +147,35 @@ def run(
         content["methods"] = split(methods) or [method]
     if seeds is not None or seed is not None:
         content["seeds"] = split(seeds) or [seed]
-    changes = config_data(None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr))
+    changes = config_data(
+        None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr)
+    )
     from sharpscope.sweeps import plan_sweep, read_sweep
 
     _sweep(plan_sweep(read_sweep(content), part or (), changes), workers, dry_run)
 
 
 def evaluate(
-    model: Annotated[Path, Argument(help="Folder of a run, a checkpoint or a model, or embedded:NAME.")],
-    task: Annotated[str | None, Option(help="Kind of a task. Default: that of the run or policy.")] = None,
-    split: Annotated[
-        list[str] | None, Option(help="Of a file, all is every row. Repeatable. Default: heldout, unseen.")
+    model: Annotated[
+        Path, Argument(help="Folder of a run, a checkpoint or a model, or embedded:NAME.")
+    ],
+    task: Annotated[
+        str | None, Option(help="Kind of a task. Default: that of the run or policy.")
     ] = None,
-    temperature: Annotated[list[float] | None, Option(help="0 is greedy. Repeatable. Default: 0, 1.")] = None,
+    split: Annotated[
+        list[str] | None,
+        Option(help="Of a file, all is every row. Repeatable. Default: heldout, unseen."),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, Option(help="0 is greedy. Repeatable. Default: 0, 1.")
+    ] = None,
     prompts: Annotated[int, Option(min=1, help="Prompts per level.")] = 500,
-    samples: Annotated[int | None, Option(min=1, help="Completions per prompt above temperature 0.")] = None,
-    k: Annotated[list[int] | None, Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")] = None,
+    samples: Annotated[
+        int | None, Option(min=1, help="Completions per prompt above temperature 0.")
+    ] = None,
+    k: Annotated[
+        list[int] | None, Option("-k", min=1, help="k of the unbiased pass@k. Repeatable.")
+    ] = None,
     seed: Annotated[int, Option(help="Seed of sampling.")] = 0,
     set_: Set = None,
     out: Annotated[Path | None, Option(help="Folder for the results (eval.csv).")] = None,
@@ -188,8 +225,15 @@ def _table(rows: list[dict[str, Any]], pass_at: Sequence[int]) -> pd.DataFrame:
     shown = []
     for row in rows:
         cells = {name: row[name] for name in ("split", "level")} | {"T": f"{row['temperature']:g}"}
-        cells |= {"prompts": row["n"], "n": row["k"], "avg@n [95 %]": _with_interval(row, "accuracy")}
-        cells |= {f"pass@{k} [95 %]": _with_interval(row, f"pass_at_{k}") if k <= row["k"] else "" for k in pass_at}
+        cells |= {
+            "prompts": row["n"],
+            "n": row["k"],
+            "avg@n [95 %]": _with_interval(row, "accuracy"),
+        }
+        cells |= {
+            f"pass@{k} [95 %]": _with_interval(row, f"pass_at_{k}") if k <= row["k"] else ""
+            for k in pass_at
+        }
         shown.append(cells | {"reward": f"{row['reward_mean']:+.3f}"})
     return pd.DataFrame(shown)
 
@@ -230,8 +274,14 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
     from sharpscope.training import Display, train
 
     if not quiet and not resume and config.optimizer.lr == default_lr(config.policy.model):
-        kind = "embedded policies" if config.policy.model.startswith("embedded:") else "pretrained models"
-        typer.echo(f"learning rate {config.optimizer.lr:g}, the default for {kind} (--lr sets another)")
+        kind = (
+            "embedded policies"
+            if config.policy.model.startswith("embedded:")
+            else "pretrained models"
+        )
+        typer.echo(
+            f"learning rate {config.optimizer.lr:g}, the default for {kind} (--lr sets another)"
+        )
     outcome = train(config, None if quiet else Display(Console(stderr=True)), resume=resume)
     if not distributed.is_rank_zero():
         return
@@ -242,7 +292,9 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
     typer.echo(f"{outcome.status}: {count}, {outcome.reason}. Written: {files}")
     if outcome.status == "interrupted":
         typer.echo(f"resume: sharpscope run --resume {outcome.run_dir}")
-    typer.echo(f"view:   sharpscope show {outcome.run_dir}   |   sharpscope analyze {outcome.run_dir}")
+    typer.echo(
+        f"view:   sharpscope show {outcome.run_dir}   |   sharpscope analyze {outcome.run_dir}"
+    )
     if outcome.status != "finished":
         raise typer.Exit(130 if outcome.status == "interrupted" else 1)
 
@@ -258,10 +310,14 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
         typer.echo(f"{len(runs)} runs, {sum(run.status != 'finished' for run in runs)} to do")
         return
     fixed = runs[0].config.threads
-    threads = fixed or max(1, max(default_threads(run.config.policy.model) for run in runs) // workers)
+    threads = fixed or max(
+        1, max(default_threads(run.config.policy.model) for run in runs) // workers
+    )
     ended = execute(runs, workers=workers, threads=threads, tell=tell)
     folder, counts = runs[0].run_dir.parent, Counter(ending for ending, _ in ended.values())
-    typer.echo(f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/")
+    typer.echo(
+        f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/"
+    )
     for run, (ending, reason) in ended.items():
         if reason:
             typer.echo(f"{ending}: {run.name}: {reason}")

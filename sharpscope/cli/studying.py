@@ -15,13 +15,20 @@ if TYPE_CHECKING:
     from sharpscope.analysis.study import Study
     from sharpscope.config import ClaimsSpec
 
-study = typer.Typer(name="study", help="Studies: what they can decide, rules and verdicts.", no_args_is_help=True)
+study = typer.Typer(
+    name="study", help="Studies: what they can decide, rules and verdicts.", no_args_is_help=True
+)
 
-BaselineOption = Annotated[str | None, Option(help="Baseline method. Default: the study's, or grpo.")]
-TreatmentOption = Annotated[
-    str | None, Option(help="Method that the claims are about. Default: the study's, or what was run.")
+BaselineOption = Annotated[
+    str | None, Option(help="Baseline method. Default: the study's, or grpo.")
 ]
-ClaimOption = Annotated[list[str] | None, Option(help="Name of a claim, such as C7. Repeatable. Default: all.")]
+TreatmentOption = Annotated[
+    str | None,
+    Option(help="Method that the claims are about. Default: the study's, or what was run."),
+]
+ClaimOption = Annotated[
+    list[str] | None, Option(help="Name of a claim, such as C7. Repeatable. Default: all.")
+]
 
 
 @study.command()
@@ -50,14 +57,19 @@ def plan(
     if rows := powers_of(judge(laid_out, claim)[0]):
         sections = [Section("", text), Section("What the claims need", pd.DataFrame(rows), NOTE)]
     else:
-        why = laid_out.pairing().missing or "no claim asked for has a standard deviation; it takes two pairs or more"
+        why = (
+            laid_out.pairing().missing
+            or "no claim asked for has a standard deviation; it takes two pairs or more"
+        )
         sections = [Section("", f"{text}\n{why}")]
     print_sections(sections)
 
 
 @study.command()
 def declare(
-    file: Annotated[Path, Argument(help="YAML file of the study; its section `claims` has the rules.")],
+    file: Annotated[
+        Path, Argument(help="YAML file of the study; its section `claims` has the rules.")
+    ],
     why: Annotated[str, Option(help="Reason of a change of rules that were declared.")] = "",
 ) -> None:
     """Freeze the rules of a study's claims with a date and a hash, before its runs.
@@ -83,10 +95,14 @@ def declare(
 def claims(
     runs: Runs,
     claim: ClaimOption = None,
-    details: Annotated[bool, Option("--details", help="Print each claim's rule and remarks.")] = False,
+    details: Annotated[
+        bool, Option("--details", help="Print each claim's rule and remarks.")
+    ] = False,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
-    file: Annotated[Path | None, Option("--study", help="YAML file of the study, with its declaration.")] = None,
+    file: Annotated[
+        Path | None, Option("--study", help="YAML file of the study, with its declaration.")
+    ] = None,
     out: Annotated[Path | None, Option(help="Folder for claims.json and claims.md.")] = None,
     json: Json = False,
 ) -> None:
@@ -103,24 +119,34 @@ def claims(
     names, declared = claim_names(claim), UNDECLARED
     laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     if file is not None:
-        declared = quote(file, declared_rules(laid_out.terms, _radius(file)), laid_out.runs.values())
+        declared = quote(
+            file, declared_rules(laid_out.terms, _radius(file)), laid_out.runs.values()
+        )
         typer.echo(printable(declared), err=json)
     verdicts, checks = judge(laid_out, names)
     if json:
         found = [verdict.to_dict() for verdict in verdicts]
-        print_json({"declared": declared, "verdicts": found, "checks": [asdict(check) for check in checks]})
+        print_json(
+            {"declared": declared, "verdicts": found, "checks": [asdict(check) for check in checks]}
+        )
     else:
         for verdict in (v for one in verdicts for v in one.versions):
             lines = [verdict.line(), *(f"  {line}" for line in verdict.details() if details)]
             typer.echo("\n".join(printable(line) for line in lines))
         if checks:
-            typer.echo("\n".join(["checks of the recording:", *(printable(check.line()) for check in checks)]))
+            typer.echo(
+                "\n".join(
+                    ["checks of the recording:", *(printable(check.line()) for check in checks)]
+                )
+            )
     if out is not None:
         files = write_claims(verdicts, out, checks, declared)
         typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})", err=json)
 
 
-def _terms(file: Path | None, baseline: str | None = None, treatment: str | None = None) -> ClaimsSpec:
+def _terms(
+    file: Path | None, baseline: str | None = None, treatment: str | None = None
+) -> ClaimsSpec:
     """The rules of a study file, or the default ones, with the methods asked for."""
     from sharpscope.analysis.claims.registry import check_terms
     from sharpscope.config import ClaimsSpec
@@ -152,7 +178,9 @@ def _radius(file: Path, declaring: bool = False) -> float | None:
     from sharpscope.sweeps import plan_sweep, read_sweep
 
     configs = [run.config for run in plan_sweep(read_sweep(file))]
-    radii = {config.probes.rho for config in configs if "expected_failure" in config.probes.functionals}
+    radii = {
+        config.probes.rho for config in configs if "expected_failure" in config.probes.functionals
+    }
     if len(radii) == 1 and "auto" not in radii:
         return float(radii.pop())
     if radii and declaring:

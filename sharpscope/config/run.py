@@ -9,13 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from sharpscope.config.base import Spec, known_settings, validate
-from sharpscope.config.method import Method
-from sharpscope.config.methods import expand_method, method_label, named_method
-from sharpscope.config.reading import merge, merge_all, nested, parse_override, read_yaml
 from sharpscope.config.tasks import KnightsKnavesSpec, TaskSpec
 from sharpscope.errors import UserError
+from sharpscope.methods.method import Method
+from sharpscope.methods.named import expand_method, method_label, named_method
 from sharpscope.rules.table import RULES
+from sharpscope.settings.base import Spec, known_settings, validate
+from sharpscope.settings.reading import merge, merge_all, nested, parse_override, read_yaml
 
 EMBEDDED_PREFIX = "embedded:"
 """Prefix of the policies that ship with the package."""
@@ -38,8 +38,12 @@ class PolicySpec(Spec):
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """compute type. bfloat16: matrix products use autocast, while weights, gradients, optimizer state, norms and
     logits stay float32; with `lora`, the frozen weights are bfloat16 too"""
-    lora: LoraSpec | None = Field(None, description="train low-rank adapters only; null = all weights")
-    device: str = Field("auto", description="`auto` (CUDA if available, else CPU), `cpu`, `cuda`, `cuda:1`, …")
+    lora: LoraSpec | None = Field(
+        None, description="train low-rank adapters only; null = all weights"
+    )
+    device: str = Field(
+        "auto", description="`auto` (CUDA if available, else CPU), `cpu`, `cuda`, `cuda:1`, …"
+    )
     prompt_format: Literal["auto", "plain", "chat"] = "auto"
     """`chat` applies the tokenizer's chat template, `plain` does not; `auto` = chat if there is a template"""
 
@@ -61,7 +65,9 @@ class RolloutSpec(SamplingSpec):
 
     temperature: float = Field(1.0, gt=0, le=10, description="divisor of the logits")
     prompts_per_step: int = Field(24, ge=1, description="distinct prompts per step")
-    group_size: int = Field(8, ge=2, description="completions per prompt, G; advantages are relative to the group")
+    group_size: int = Field(
+        8, ge=2, description="completions per prompt, G; advantages are relative to the group"
+    )
 
 
 class OptimizerSpec(Spec):
@@ -73,7 +79,9 @@ class OptimizerSpec(Spec):
     eps: float = Field(1e-8, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norm gains and biases)."""
-    warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps."
+    )
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or linear or cosine decay to zero at the last step."""
     max_grad_norm: float | None = Field(1.0, gt=0)
@@ -99,10 +107,16 @@ class EvaluationSpec(Spec):
 
     every: int = Field(25, ge=0)
     """Interval between evaluations, also before the first and after the last step; 0: never [steps]."""
-    prompts: int = Field(100, ge=1, description="Prompts per level, from the start of the split's fixed order.")
+    prompts: int = Field(
+        100, ge=1, description="Prompts per level, from the start of the split's fixed order."
+    )
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field((0.0, 1.0), min_length=1)
     """Sampling temperatures; 0 is greedy."""
-    samples: int = Field(4, ge=1, description="Completions per prompt at temperatures above 0 (k of pass@k and avg@k).")
+    samples: int = Field(
+        4,
+        ge=1,
+        description="Completions per prompt at temperatures above 0 (k of pass@k and avg@k).",
+    )
     splits: tuple[str, ...] = ("heldout", "unseen")
     """Splits to evaluate; splits that the task does not have are skipped."""
 
@@ -110,8 +124,12 @@ class EvaluationSpec(Spec):
 class RecordingSpec(Spec):
     """What is written to the traces and at which interval; measurements change nothing that training sees."""
 
-    rollouts_every: int = Field(1, ge=0, description="Interval of the rollouts table; 0: never [steps].")
-    tokens_every: int = Field(1, ge=0, description="Interval of the tokens table; 0: never [steps].")
+    rollouts_every: int = Field(
+        1, ge=0, description="Interval of the rollouts table; 0: never [steps]."
+    )
+    tokens_every: int = Field(
+        1, ge=0, description="Interval of the tokens table; 0: never [steps]."
+    )
     token_rows: int = Field(200_000, ge=1)
     """Rows of the tokens table in a step from which only a random sample of its groups with about as many tokens is
     written and measured; a step with a spike is written whole. Column row_probability has the probability."""
@@ -184,7 +202,9 @@ class ProbesSpec(Spec):
     """Radius of perturbations [parameters' L2 norm]; auto: chosen at the first probe of a run such that SAM sharpness
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
     study."""
-    kinds: tuple[SharpnessKind, ...] = Field(("sam",), description="Sharpness measures; standard: also asam.")
+    kinds: tuple[SharpnessKind, ...] = Field(
+        ("sam",), description="Sharpness measures; standard: also asam."
+    )
     critical_sharpness: bool = True
     """Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over
     the update's completions."""
@@ -197,12 +217,19 @@ class ProbesSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _preset(cls, data: Any) -> Any:
-        return PRESETS.get(str(data.get("preset")), {}) | dict(data) if isinstance(data, Mapping) else data
+        return (
+            PRESETS.get(str(data.get("preset")), {}) | dict(data)
+            if isinstance(data, Mapping)
+            else data
+        )
 
     @model_validator(mode="after")
     def _off_is_off(self) -> ProbesSpec:
-        if self.preset == "off" and self.every != 0:  # such as preset off in a sweep whose base has an interval
-            raise ValueError(f"every = {self.every}: preset off probes nothing; set another preset, or every to 0")
+        # such as preset off in a sweep whose base has an interval
+        if self.preset == "off" and self.every != 0:
+            raise ValueError(
+                f"every = {self.every}: preset off probes nothing; set another preset, or every to 0"
+            )
         return self
 
     def interval(self, steps: int) -> int:
@@ -227,7 +254,10 @@ class Limit(Spec):
 
     threshold: float = Field(
         description="Value from which the rule applies; default: "
-        + ", ".join(f"{name} {'≤' if rule.below else '≥'} {rule.threshold:g}" for name, rule in JUDGED.items())
+        + ", ".join(
+            f"{name} {'≤' if rule.below else '≥'} {rule.threshold:g}"
+            for name, rule in JUDGED.items()
+        )
         + ".",
     )
     action: Literal["off", "warn", "skip_step", "stop"] = "warn"
@@ -257,7 +287,9 @@ class HealthSpec(Spec):
     def _skips_in_time(self) -> HealthSpec:
         for name, limit in self.limits.items():
             if limit.action == "skip_step" and RULES[name].known != "before":
-                raise ValueError(f"{name}.action = skip_step: is known after the updates only; set it to warn or stop")
+                raise ValueError(
+                    f"{name}.action = skip_step: is known after the updates only; set it to warn or stop"
+                )
         return self
 
     @property
@@ -275,34 +307,58 @@ class RunConfig(Spec):
 
     out: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] | None = None
     """Folder of the run; null: runs/<label>-<task>-s<seed>."""
-    seed: int = Field(0, ge=0, lt=2**31, description="Seed of training; the task's data has a separate seed.")
+    seed: int = Field(
+        0, ge=0, lt=2**31, description="Seed of training; the task's data has a separate seed."
+    )
     steps: int = Field(100, ge=1, le=1_000_000)
     """Number of steps; each samples rollouts and updates the policy."""
     threads: int | None = Field(None, ge=1, le=1024)
     """CPU threads of torch; null: 1 for up to 20 MiB of weights, else OMP_NUM_THREADS or all physical cores."""
-    task: TaskSpec = Field(default_factory=KnightsKnavesSpec, description="Prompts and their scoring.")
+    task: TaskSpec = Field(
+        default_factory=KnightsKnavesSpec, description="Prompts and their scoring."
+    )
     policy: PolicySpec = Field(default_factory=PolicySpec, description="The model to train.")
-    rollout: RolloutSpec = Field(default_factory=RolloutSpec, description="How completions are sampled.")
-    method: Method = Field(default_factory=lambda: named_method("grpo"), description="The objective.")
-    optimizer: OptimizerSpec = Field(default_factory=OptimizerSpec, description="AdamW and its schedule.")
-    update: UpdateSpec = Field(default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches.")
+    rollout: RolloutSpec = Field(
+        default_factory=RolloutSpec, description="How completions are sampled."
+    )
+    method: Method = Field(
+        default_factory=lambda: named_method("grpo"), description="The objective."
+    )
+    optimizer: OptimizerSpec = Field(
+        default_factory=OptimizerSpec, description="AdamW and its schedule."
+    )
+    update: UpdateSpec = Field(
+        default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches."
+    )
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     """When and on which prompts to evaluate."""
-    recording: RecordingSpec = Field(default_factory=RecordingSpec, description="What is written to the traces.")
+    recording: RecordingSpec = Field(
+        default_factory=RecordingSpec, description="What is written to the traces."
+    )
     probes: ProbesSpec = Field(default_factory=ProbesSpec)
     """Curvature and perturbation probes during training."""
-    checkpoint: CheckpointSpec = Field(default_factory=CheckpointSpec, description="When checkpoints are saved.")
-    health: HealthSpec = Field(default_factory=HealthSpec, description="Rules that detect failing runs.")
+    checkpoint: CheckpointSpec = Field(
+        default_factory=CheckpointSpec, description="When checkpoints are saved."
+    )
+    health: HealthSpec = Field(
+        default_factory=HealthSpec, description="Rules that detect failing runs."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         batches, prompts = self.update.mini_batches, self.rollout.prompts_per_step
         if batches > prompts:
-            why = f"must be at most rollout.prompts_per_step = {prompts}, since groups are not split"
-            raise ValueError(f"update.mini_batches = {batches} {why}; set update.mini_batches to 1 or more prompts")
+            why = (
+                f"must be at most rollout.prompts_per_step = {prompts}, since groups are not split"
+            )
+            raise ValueError(
+                f"update.mini_batches = {batches} {why}; set update.mini_batches to 1 or more prompts"
+            )
         warmup = self.optimizer.warmup_steps
         if warmup >= self.steps:
-            raise ValueError(f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}")
+            raise ValueError(
+                f"optimizer.warmup_steps = {warmup} must be less than steps = {self.steps}"
+            )
         if self.policy.lora is not None and getattr(self.method.tokens, "kind", "") == "curvature":
             raise ValueError(
                 "method.tokens.kind = curvature: needs gradients of the output layer; set policy.lora to null"
@@ -314,7 +370,10 @@ class RunConfig(Spec):
         """Path of the run's folder."""
         if self.out is not None:
             return Path(self.out)
-        label, task = (re.sub(r"[^A-Za-z0-9._+=-]+", "-", text) for text in (method_label(self.method), self.task.kind))
+        label, task = (
+            re.sub(r"[^A-Za-z0-9._+=-]+", "-", text)
+            for text in (method_label(self.method), self.task.kind)
+        )
         return Path("runs", f"{label[:80].strip('-')}-{task}-s{self.seed}")
 
     @property
@@ -331,15 +390,24 @@ class RunConfig(Spec):
 class ForkSpec(Spec):
     """Counterfactual updates: what each arm does from one state, and what is measured."""
 
-    methods: tuple[str, ...] = Field(("grpo", "grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"), min_length=1)
+    methods: tuple[str, ...] = Field(
+        ("grpo", "grpo-sg", "grpo-sg-reverse", "grpo-sg-shuffled"), min_length=1
+    )
     """Arms: [name=]method[+field=value…], such as grpo or strong=grpo-sg+weight.U=4. The first is the reference."""
-    batches: int = Field(30, ge=1, le=100_000, description="Batches of rollouts per state; every arm learns from each.")
+    batches: int = Field(
+        30,
+        ge=1,
+        le=100_000,
+        description="Batches of rollouts per state; every arm learns from each.",
+    )
     outcomes: tuple[Literal["failure", "entropy", "greedy", "sharpness"], ...] = Field(
         ("failure", "entropy"), min_length=1
     )
     """failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; greedy: accuracy
     of new greedy answers to the held-out prompts; sharpness: SAM sharpness on training prompts."""
-    prompts: int = Field(64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes.")
+    prompts: int = Field(
+        64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes."
+    )
     samples: int = Field(2, ge=1, le=10_000)
     """Completions per held-out prompt; the training prompts get as many in total."""
     rho: float | None = Field(None, gt=0)
@@ -383,26 +451,36 @@ def build_config(
     return make_config(config_data(file, overrides, values))
 
 
-def read_recorded(folder: Path, values: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+def read_recorded(
+    folder: Path, values: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> RunConfig:
     """The configuration of a recorded run, with `out` set to its folder."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         if (folder / "run.json").is_file():
-            raise UserError(f"{folder}: was recorded from another trainer, so there is no configuration to go on from")
+            raise UserError(
+                f"{folder}: was recorded from another trainer, so there is no configuration to go on from"
+            )
         problem = f"has no {CONFIG_FILE}" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder}: {problem}; give the folder of a run")
-    return make_config(config_data(recorded_settings(read_yaml(file)) | {"out": str(folder)}, overrides, values))
+    return make_config(
+        config_data(recorded_settings(read_yaml(file)) | {"out": str(folder)}, overrides, values)
+    )
 
 
 def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a recorded run that this version has."""
     if "name" in data:
-        raise UserError("a run of version 0.2 can only be shown and analyzed; use that version, or --model CHECKPOINT")
+        raise UserError(
+            "a run of version 0.2 can only be shown and analyzed; use that version, or --model CHECKPOINT"
+        )
     return known_settings(RunConfig, data)
 
 
 def config_data(
-    base: Path | Mapping[str, Any] | None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    base: Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The settings of `build_config` as nested values, not validated; `base`: a YAML file or its content."""
     layers = [read_yaml(base) if isinstance(base, Path) else base or {}]
@@ -414,10 +492,20 @@ def make_config(data: Mapping[str, Any]) -> RunConfig:
     """Validate nested values as a configuration."""
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}
-    task, policy = (value if isinstance(value, Mapping) else {} for value in map(data.get, ("task", "policy")))
-    model = f"{EMBEDDED_PREFIX}{task['kind']}" if task.get("kind") in EMBEDDED_NAMES else PolicySpec().model
+    task, policy = (
+        value if isinstance(value, Mapping) else {} for value in map(data.get, ("task", "policy"))
+    )
+    model = (
+        f"{EMBEDDED_PREFIX}{task['kind']}"
+        if task.get("kind") in EMBEDDED_NAMES
+        else PolicySpec().model
+    )
     model = policy.get("model", model)
     defaults = {"task": {"kind": "knights_knaves"}, "policy": {"model": model}}
-    config: RunConfig = validate(RunConfig, merge(defaults | {"optimizer": {"lr": default_lr(str(model))}}, data))
+    config: RunConfig = validate(
+        RunConfig, merge(defaults | {"optimizer": {"lr": default_lr(str(model))}}, data)
+    )
     # A preset equal to the default becomes `auto`, so that equal methods have the same label.
-    return config.model_copy(update={"method": config.method.with_preset(config.default_preset, "auto")})
+    return config.model_copy(
+        update={"method": config.method.with_preset(config.default_preset, "auto")}
+    )

@@ -53,59 +53,92 @@ EXACT = ("zero_gradient", "reward_constant")
 """Rules of a quantity that stays exactly the same; they begin where it begins to."""
 
 
-FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml("sharpscope.diagnose", "false_alarms.json")
+FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml(
+    "sharpscope.diagnose", "false_alarms.json"
+)
 """Rule -> kind of healthy runs -> [runs in which it applied, runs that it could judge]."""
 
 
 def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
     """The rules that apply in a log, most severe first, then by the step at which they began."""
-    history: dict[str, np.ndarray] = {str(name): log.frame[name].to_numpy(float) for name in log.frame}
+    history: dict[str, np.ndarray] = {
+        str(name): log.frame[name].to_numpy(float) for name in log.frame
+    }
     steps = log.frame.index.to_numpy()
     judged = [rule for rule in RULES.values() if set(rule.quantities) & set(history)]
     seen = {rule.name: _stretch(rule, history, steps, changes) for rule in judged}
     fall = seen.get("reward_collapse")
     fallen = fall.began.step if fall is not None and fall.last >= len(steps) - WINDOW else None
-    findings = [_finding(RULES[name], one, history, steps, fallen) for name, one in seen.items() if one is not None]
-    return sorted(findings, key=lambda found: (SEVERITIES.index(found.severity), found.step))  # then as in the table
+    findings = [
+        _finding(RULES[name], one, history, steps, fallen)
+        for name, one in seen.items()
+        if one is not None
+    ]
+    # then as in the table
+    return sorted(findings, key=lambda found: (SEVERITIES.index(found.severity), found.step))
 
 
 def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
     """All changes by step: those given, and the beginnings of findings whose quantity has none in that direction nearby."""
     known = list(changes)
-    for began in (finding.began for finding in findings if finding.severity != "info" and finding.rule.window):
+    for began in (
+        finding.began for finding in findings if finding.severity != "info" and finding.rule.window
+    ):
         near = (c for c in known if (c.quantity, c.direction) == (began.quantity, began.direction))
         if began.quantity in ORDERED and not any(abs(c.step - began.step) <= WINDOW for c in near):
             known.append(began)
     return sorted(known, key=lambda change: (change.step, change.quantity))
 
 
-def _stretch(rule: Rule, history: History, steps: np.ndarray, changes: Sequence[Change]) -> _Stretch | None:
+def _stretch(
+    rule: Rule, history: History, steps: np.ndarray, changes: Sequence[Change]
+) -> _Stretch | None:
     """The stretch with the most steps at which a rule applies, without gaps of more than WINDOW steps; None without any."""
     measured = rule.measure(history)
     holds = np.flatnonzero(applies(rule, measured))
     if not len(holds):
         return None
-    if rule.worse is not None and (worse := np.flatnonzero(applies(rule, measured, rule.worse[0]))).size:
+    if (
+        rule.worse is not None
+        and (worse := np.flatnonzero(applies(rule, measured, rule.worse[0]))).size
+    ):
         holds = worse
     parts = np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1)
     at = max(range(len(parts)), key=lambda index: len(parts[index]))
     if at and np.ptp(history[_shown(rule, history)[0]][parts[at - 1][-1] : parts[at][0] + 1]) == 0:
-        parts[at] = np.concatenate([parts[at - 1], parts[at]])  # between them the quantity did not change
+        # between them the quantity did not change
+        parts[at] = np.concatenate([parts[at - 1], parts[at]])
     part = parts[at]
     first, last = int(part[0]), int(part[-1])
-    name = next(name for name in _shown(rule, history) if rule.name != "non_finite" or np.isinf(history[name][first]))
+    name = next(
+        name
+        for name in _shown(rule, history)
+        if rule.name != "non_finite" or np.isinf(history[name][first])
+    )
     if rule.window == 0:
         step = int(steps[0])
-        return _Stretch(Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part), measured)
+        return _Stretch(
+            Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part), measured
+        )
     before, inside, start = _onset(history[name], first, rule.window)
     if rule.name in EXACT:
-        start = first - int(np.argmin(np.append(history[name][first::-1] == history[name][first], False))) + 1
+        start = (
+            first
+            - int(np.argmin(np.append(history[name][first::-1] == history[name][first], False)))
+            + 1
+        )
     way: Literal["up", "down"] = "down" if inside < before else "up"
-    began = Change(name, int(steps[start]), int(steps[start]), int(steps[first]), way, before, inside)
+    began = Change(
+        name, int(steps[start]), int(steps[start]), int(steps[first]), way, before, inside
+    )
     if rule.window > 1 and rule.name not in EXACT:
         earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
         late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
-        same = list(itertools.takewhile(lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late))
+        same = list(
+            itertools.takewhile(
+                lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late
+            )
+        )
         began = same[-1] if same else began  # the first of those in its direction
     return _Stretch(began, first, last, len(part), measured)
 
@@ -120,7 +153,11 @@ def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]
     inside = float(values[recent[-min(3, window) :]].mean())
     near = np.abs(values[recent] - inside) <= np.abs(values[recent] - before)
     shares = np.cumsum(near[::-1])[::-1] / np.arange(len(near), 0, -1)  # of the steps from each on
-    return before, inside, at if window == 1 else int(recent[int(np.argmax(near & (shares >= 0.6)))])
+    return (
+        before,
+        inside,
+        at if window == 1 else int(recent[int(np.argmax(near & (shares >= 0.6)))]),
+    )
 
 
 def _shown(rule: Rule, history: History) -> list[str]:
@@ -129,12 +166,16 @@ def _shown(rule: Rule, history: History) -> list[str]:
     return sorted(there, key=lambda name: not len(finite(history, name)))
 
 
-def _finding(rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray, fallen: int | None) -> Finding:
+def _finding(
+    rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray, fallen: int | None
+) -> Finding:
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
     soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
     harmed = fallen is not None and stretch.began.step - WINDOW <= fallen <= soon
     outcome = 0 if harmed else 2 if fallen is None and _rose(history) else 1
-    severity = rule.level(float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1])), outcome)
+    severity = rule.level(
+        float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1])), outcome
+    )
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
@@ -146,7 +187,9 @@ def _finding(rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray,
     return Finding(rule, severity, stretch.began, change, value, _certainty(rule, stretch, passed))
 
 
-def _evidence(rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray) -> tuple[str, str]:
+def _evidence(
+    rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray
+) -> tuple[str, str]:
     """How the quantity of a finding changed, and what the rule measured."""
     began = stretch.began
     quantity, values = BY_NAME[began.quantity], history[began.quantity]
@@ -171,7 +214,10 @@ def _certainty(rule: Rule, stretch: _Stretch, passed: bool) -> str:
     if rule.window > 1 and stretch.began.high > stretch.began.low:
         parts.append(f"began between steps {stretch.began.low} and {stretch.began.high}")
     if rule.window != 0 and judged > 1:
-        parts.append(f"at {stretch.count} of the {judged} steps from then on" + (", and over since" if passed else ""))
+        parts.append(
+            f"at {stretch.count} of the {judged} steps from then on"
+            + (", and over since" if passed else "")
+        )
     runs = [sum(counts) for counts in zip(*FALSE_ALARMS.get(rule.name, {}).values(), strict=True)]
     if runs and runs[1]:
         parts.append(f"in {runs[0]} of {runs[1]} healthy runs")
@@ -212,8 +258,10 @@ class Change:
     step: int  # first step after the change
     low: int  # low, high: 95 % interval of `step`, by the likelihood of the other steps
     high: int
-    direction: Literal["up", "down", "flat"]  # where the quantity goes from there; flat: it stops rising or falling
-    before: float  # before, after: its mean value before the change and after it, up to the next change
+    # where the quantity goes from there; flat: it stops rising or falling
+    direction: Literal["up", "down", "flat"]
+    # before, after: its mean value before the change and after it, up to the next change
+    before: float
     after: float
 
 
@@ -232,7 +280,10 @@ def _of_series(name: str, series: pd.Series) -> list[Change]:
     values, steps = series.to_numpy(float), series.index.to_numpy()
     if len(values) > _LONGEST:  # means over equal numbers of steps
         edges = np.linspace(0, len(values), _LONGEST + 1).astype(int)[:-1]
-        values, steps = np.add.reduceat(values, edges) / np.diff(np.append(edges, len(values))), steps[edges]
+        values, steps = (
+            np.add.reduceat(values, edges) / np.diff(np.append(edges, len(values))),
+            steps[edges],
+        )
     y = values
     if BY_NAME[name].log:
         positive = values[values > 0]
@@ -249,11 +300,17 @@ def _of_series(name: str, series: pd.Series) -> list[Change]:
         end = splits[number + 1][0] if number + 1 < len(splits) else len(y)
         direction = _direction(y[start:at], y[at:end])
         before, after = float(values[start:at].mean()), float(values[at:end].mean())
-        if after == before or (name != "reward" and not BY_NAME[name].log and abs(after - before) < 0.02):
+        if after == before or (
+            name != "reward" and not BY_NAME[name].log and abs(after - before) < 0.02
+        ):
             continue  # two points of a share, or 0.02 nats
         if name.startswith(("mismatch", "kl_step")) and max(before, after) < 1e-3:
             continue  # rounding
-        found.append(Change(name, int(steps[at]), int(steps[low]), int(steps[high]), direction, before, after))
+        found.append(
+            Change(
+                name, int(steps[at]), int(steps[low]), int(steps[high]), direction, before, after
+            )
+        )
     return found
 
 
@@ -302,7 +359,8 @@ def _split(y: np.ndarray, start: int, end: int, found: list[tuple[int, int, int]
     statistic = (one - least) / 2 / (least / (n - 4)) * effective
     if statistic < THRESHOLD:
         return
-    plausible = np.flatnonzero(effective * n * np.log(np.maximum(two, least) / least) <= 5.99)  # chi2, 2 df, 95 %
+    # chi2, 2 df, 95 %
+    plausible = np.flatnonzero(effective * n * np.log(np.maximum(two, least) / least) <= 5.99)
     low, high = int(plausible.min()) + LEAST, int(plausible.max()) + LEAST
     found.append((start + at, start + low, start + high))
     _split(y, start, start + at, found)

@@ -42,7 +42,8 @@ class Log:
     path: Path  # file or folder that was read
     framework: str | None  # the trainer that wrote it, if known
     frame: pd.DataFrame  # index: the steps; columns: the quantities that were found
-    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)  # canonical quantity -> keys of the log
+    # canonical quantity -> keys of the log
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unmapped: tuple[str, ...] = ()  # numeric keys that no quantity uses
 
     def finite(self, name: str) -> pd.Series:
@@ -79,7 +80,9 @@ def read_log(path: str | Path, mapping: Mapping[str, str] | None = None) -> Log:
         unknown = f"none of its keys is known: {keys}; name them, for example --map reward=KEY"
         raise UserError(f"{path}: {unknown if keys else 'has no numbers'}")
     used = {key for keys in sources.values() for key in keys}
-    return Log(path, framework, frame, sources, tuple(key for key in table.columns if key not in used))
+    return Log(
+        path, framework, frame, sources, tuple(key for key in table.columns if key not in used)
+    )
 
 
 def _find(path: Path) -> Path:
@@ -95,7 +98,11 @@ def _find(path: Path) -> Path:
     metrics = [file for file in logs if len(logs) == 1 or file.stem == "metrics"]
     if len(metrics) == 1:
         return metrics[0]
-    what = f"holds {len(logs)} logs ({', '.join(file.name for file in logs[:5])}): give one" if logs else "holds no log"
+    what = (
+        f"holds {len(logs)} logs ({', '.join(file.name for file in logs[:5])}): give one"
+        if logs
+        else "holds no log"
+    )
     raise UserError(f"{path}: {what}; diagnose reads {READS}")
 
 
@@ -110,7 +117,9 @@ def _own_run(folder: Path) -> pd.DataFrame:
     if "zero_std_groups" in steps:
         rollouts = run.rollouts
         if len(rollouts) and rollouts["group"].notna().any():
-            groups = rollouts.groupby("step")["group"].nunique().reindex(steps["step"]).to_numpy(float)
+            groups = (
+                rollouts.groupby("step")["group"].nunique().reindex(steps["step"]).to_numpy(float)
+            )
             groups = np.where(np.isnan(groups), np.nanmedian(groups), groups)
             steps["dead_groups"] = steps["zero_std_groups"].astype(float) / groups
     evals = run.eval
@@ -122,10 +131,13 @@ def _own_run(folder: Path) -> pd.DataFrame:
     if len(events):
         broken = events.loc[events["rule"] == "non_finite", "step"]
         steps.loc[steps["step"].isin(broken), "grad_norm"] = NOT_FINITE
-        for name, rows in events[events["rule"].isin(RULES)].groupby("rule"):  # values that only the rules saw
+        # values that only the rules saw
+        for name, rows in events[events["rule"].isin(RULES)].groupby("rule"):
             quantity = RULES[str(name)].quantities[0]
             if not keys_of(BY_NAME[quantity], "sharpscope", steps.columns)[1]:
-                steps[quantity] = rows.groupby("step")["value"].last().reindex(steps["step"]).to_numpy()
+                steps[quantity] = (
+                    rows.groupby("step")["value"].last().reindex(steps["step"]).to_numpy()
+                )
     return steps.select_dtypes("number").astype(float)
 
 
@@ -142,12 +154,17 @@ def _read_table(file: Path) -> pd.DataFrame:
         return table.loc[:, ~table.columns.duplicated()]
     text = _parsed(file, lambda: file.read_text("utf-8"))
     if file.suffix == ".jsonl":
-        rows = [_parsed(f"{file} line {n}", lambda line=line: json.loads(line)) for n, line in _lines(text)]
+        rows = [
+            _parsed(f"{file} line {n}", lambda line=line: json.loads(line))
+            for n, line in _lines(text)
+        ]
     else:
         content = _parsed(file, lambda: json.loads(text))
         listed = content.get("log_history") if isinstance(content, dict) else content
         if not isinstance(listed, list):
-            raise UserError(f"{file}: neither a list of rows nor an object with log_history; diagnose reads {READS}")
+            raise UserError(
+                f"{file}: neither a list of rows nor an object with log_history; diagnose reads {READS}"
+            )
         rows = listed
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{file}: holds no rows; diagnose reads {READS}")
@@ -169,7 +186,9 @@ def _parsed(place: object, read: Any) -> Any:
     try:
         return read()
     except (ValueError, OSError) as error:
-        raise UserError(f"{place}: cannot be read ({str(error).splitlines()[0][:120]}); give {READS}") from error
+        raise UserError(
+            f"{place}: cannot be read ({str(error).splitlines()[0][:120]}); give {READS}"
+        ) from error
 
 
 def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -196,7 +215,9 @@ def _events(folder: Path) -> pd.DataFrame:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
-        raise UserError(f"{folder}: its events need `pip install tensorboard`; or export them as CSV") from error
+        raise UserError(
+            f"{folder}: its events need `pip install tensorboard`; or export them as CSV"
+        ) from error
     folders = sorted({file.parent for file in folder.rglob("*.tfevents.*")})
     columns: dict[str, pd.Series] = {}
     for place in folders:
@@ -232,9 +253,13 @@ def _canonical(
     for name, key in mapping.items():
         if name not in BY_NAME:
             known = ", ".join(BY_NAME)
-            raise UserError(f"--map {name}={key}: unknown quantity{nearest(name, BY_NAME)}; known: {known}")
+            raise UserError(
+                f"--map {name}={key}: unknown quantity{nearest(name, BY_NAME)}; known: {known}"
+            )
         if key not in table:
-            raise UserError(f"--map {name}={key}: the log has no such key{nearest(key, list(table.columns))}")
+            raise UserError(
+                f"--map {name}={key}: the log has no such key{nearest(key, list(table.columns))}"
+            )
     frame, sources = {}, {}
     for quantity in QUANTITIES:
         complement, keys = keys_of(quantity, framework, table.columns)
@@ -264,7 +289,9 @@ class LogQuantity:
 
 _ENTRIES = package_yaml("sharpscope.diagnose", "quantities.yaml")
 _SIGNATURES: dict[str, list[str]] = _ENTRIES.pop("trainers")
-BY_NAME: dict[str, LogQuantity] = {name: LogQuantity(name, **entry) for name, entry in _ENTRIES.items()}
+BY_NAME: dict[str, LogQuantity] = {
+    name: LogQuantity(name, **entry) for name, entry in _ENTRIES.items()
+}
 QUANTITIES: tuple[LogQuantity, ...] = tuple(BY_NAME.values())
 
 
@@ -272,12 +299,16 @@ def framework_of(keys: Iterable[str]) -> str | None:
     """Name of the trainer that writes such keys; None if none is known to."""
     known = list(keys)
     fits = (
-        name for name, every in _SIGNATURES.items() if all(any(re.fullmatch(e, key) for key in known) for e in every)
+        name
+        for name, every in _SIGNATURES.items()
+        if all(any(re.fullmatch(e, key) for key in known) for e in every)
     )
     return next(fits, None)
 
 
-def keys_of(quantity: LogQuantity, framework: str | None, keys: Iterable[str]) -> tuple[bool, tuple[str, ...]]:
+def keys_of(
+    quantity: LogQuantity, framework: str | None, keys: Iterable[str]
+) -> tuple[bool, tuple[str, ...]]:
     """The keys of a log that hold a quantity, whose values are added up, and whether one minus their sum is meant.
 
     Without a known trainer a key counts if it, or its part after the last "/", is the name of the quantity.
@@ -288,7 +319,9 @@ def keys_of(quantity: LogQuantity, framework: str | None, keys: Iterable[str]) -
         found = tuple(key for key in known if re.fullmatch(pattern, key))
         if found:
             return complement, found
-    named = [key for key in known if framework is None and quantity.name in (key, key.rsplit("/", 1)[-1])]
+    named = [
+        key for key in known if framework is None and quantity.name in (key, key.rsplit("/", 1)[-1])
+    ]
     return False, tuple(named[:1])
 
 

@@ -61,17 +61,28 @@ class Diagnosis:
         log, step = self.log, finding.step
         checkpoint = _checkpoint_before(log.path, step)
         if log.framework == "sharpscope":
-            return "sharpscope " + finding.rule.command.format(run=shlex.quote(str(log.path)), step=step)
+            return "sharpscope " + finding.rule.command.format(
+                run=shlex.quote(str(log.path)), step=step
+            )
         none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
         if log.framework in ("TRL", "HF Trainer"):
             start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""
             return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){none}'
         if log.framework == "verl":
             path = shlex.quote(str(checkpoint))
-            resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={path}" if checkpoint else ""
-            return f"SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo ... {resume}".rstrip() + none
+            resume = (
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
+                if checkpoint
+                else ""
+            )
+            return (
+                f"SHARPSCOPE_VERL=runs/again python -m verl.trainer.main_ppo ... {resume}".rstrip()
+                + none
+            )
         if log.framework in _DUMPS:
-            return _DUMPS[log.framework].format(step=step, start=checkpoint or f"a checkpoint before step {step}")
+            return _DUMPS[log.framework].format(
+                step=step, start=checkpoint or f"a checkpoint before step {step}"
+            )
         record = 'rec = sharpscope.record(model, optimizer, tokenizer=tokenizer, out="runs/again")'
         return f"{record}  (from a checkpoint before step {step})"
 
@@ -94,7 +105,9 @@ class Diagnosis:
                 }
                 for finding in self.findings
             ],
-            "order": [vars(change) | {"interval": [change.low, change.high]} for change in self.order],
+            "order": [
+                vars(change) | {"interval": [change.low, change.high]} for change in self.order
+            ],
             "quantities": {name: list(keys) for name, keys in self.log.sources.items()},
             "unmapped": list(self.log.unmapped),
         }
@@ -106,7 +119,9 @@ class Diagnosis:
         for finding in self.findings[:MOST]:
             quantity, (meaning, advice) = BY_NAME[finding.began.quantity], self.advice(finding)
             line = sparkline(log.finite(finding.began.quantity).to_numpy(float), log=quantity.log)
-            lines.append(f"{finding.severity.upper():<8} {finding.rule.title}, from step {finding.step}")
+            lines.append(
+                f"{finding.severity.upper():<8} {finding.rule.title}, from step {finding.step}"
+            )
             lines.append(f"         {finding.text}")
             lines.append(f"         {quantity.title} {line}   ({finding.certainty})")
             lines.append(f"  means  {meaning}")
@@ -114,7 +129,10 @@ class Diagnosis:
             lines.append(f"  next   {self.next_command(finding)}")
             lines.append("")
         if more > 0:
-            lines += [f"{more} further finding{'s' * (more > 1)} of lower severity: --json lists them", ""]
+            lines += [
+                f"{more} further finding{'s' * (more > 1)} of lower severity: --json lists them",
+                "",
+            ]
         if self.order:
             lines.append("Order of events")
             for change in self.order:
@@ -127,13 +145,21 @@ class Diagnosis:
         frame = log.frame
         lines.append(
             f"Read {len(frame)} steps ({frame.index[0]} to {frame.index[-1]}), "
-            + ("keys of no known trainer" if log.framework is None else f"written by {log.framework}")
+            + (
+                "keys of no known trainer"
+                if log.framework is None
+                else f"written by {log.framework}"
+            )
             + f": {', '.join(log.sources)}"
         )
-        missing = [name for name in ("reward", "grad_norm", "entropy", "length") if name not in log.sources]
+        missing = [
+            name for name in ("reward", "grad_norm", "entropy", "length") if name not in log.sources
+        ]
         if missing and log.unmapped:
             unused = ", ".join(log.unmapped[:12])
-            lines.append(f"Not found: {', '.join(missing)}. Keys not used: {unused}; --map {missing[0]}=KEY")
+            lines.append(
+                f"Not found: {', '.join(missing)}. Keys not used: {unused}; --map {missing[0]}=KEY"
+            )
         return "\n".join(lines)
 
 
@@ -151,7 +177,9 @@ def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None) -> Diag
     found = changes(log)
     findings = find(log, found)
     if not findings and len(log.frame) < FEWEST:
-        raise UserError(f"{path}: {len(log.frame)} step{'s'[: len(log.frame) > 1]}; a judgement needs {FEWEST} or more")
+        raise UserError(
+            f"{path}: {len(log.frame)} step{'s'[: len(log.frame) > 1]}; a judgement needs {FEWEST} or more"
+        )
     return Diagnosis(log, findings, order_of(findings, found))
 
 
@@ -160,7 +188,9 @@ def sparkline(values: np.ndarray, width: int = 40, log: bool = False) -> str:
     if log and (values > 0).any():
         values = np.log(np.maximum(values, values[values > 0].min()))
     parts = np.array_split(np.asarray(values, dtype=float), max(1, min(width, len(values))))
-    means = np.array([part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts])
+    means = np.array(
+        [part[np.isfinite(part)].mean() if np.isfinite(part).any() else np.nan for part in parts]
+    )
     if not np.isfinite(means).any():
         return "·" * len(values[:width])
     low, high = np.nanmin(means), np.nanmax(means)
@@ -180,12 +210,17 @@ _DUMPS = {
 def _checkpoint_before(path: Path, step: int) -> Path | None:
     """The newest checkpoint-N (transformers) or global_step_N (verl) with N < step near a log, or step-N of a run."""
     folder = path if path.is_dir() else path.parent
-    places = [folder, folder / "checkpoints", *([folder.parent] if folder.name.startswith("checkpoint-") else [])]
+    places = [
+        folder,
+        folder / "checkpoints",
+        *([folder.parent] if folder.name.startswith("checkpoint-") else []),
+    ]
     found = {
         int(match[1]): child
         for place in places
         if place.is_dir()
         for child in place.iterdir()
-        if (match := re.fullmatch(r"(?:checkpoint-|global_step_|step-)(\d+)", child.name)) and int(match[1]) < step
+        if (match := re.fullmatch(r"(?:checkpoint-|global_step_|step-)(\d+)", child.name))
+        and int(match[1]) < step
     }
     return found[max(found)] if found else None

@@ -20,21 +20,30 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config import ForkSpec, Method, RolloutSpec, RunConfig, method_label, validate
+from sharpscope.config import ForkSpec, RolloutSpec, RunConfig
 from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
 from sharpscope.forks.start import Start, Tell, arms_of, resolve, saved_states
-from sharpscope.objective import k3
+from sharpscope.methods import Method, method_label
+from sharpscope.methods.loss import k3
 from sharpscope.policy import Policy, Rollouts, TokenStats
+from sharpscope.policy.directions import inner, rotation
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.generation import draw_scored
-from sharpscope.probes import Drawn, Objective, find_radius, limited_surface, rollout_batch, rotation, sharpness
-from sharpscope.probes.directions import inner
-from sharpscope.probes.surface import Surface
 from sharpscope.recording import run_folder
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import set_threads
 from sharpscope.seeds import derive
+from sharpscope.settings import validate
+from sharpscope.surface import (
+    Drawn,
+    Objective,
+    find_radius,
+    limited_surface,
+    rollout_batch,
+    sharpness,
+)
+from sharpscope.surface.surface import Surface
 from sharpscope.tasks import Example, Task
 from sharpscope.traces import (
     MAX_SATURATION,
@@ -140,7 +149,12 @@ def fork(
 
 
 def _write_state(
-    measure: Measure, folder: Path, name: str, missing: Sequence[int], writer: TraceWriter, tell: Tell
+    measure: Measure,
+    folder: Path,
+    name: str,
+    missing: Sequence[int],
+    writer: TraceWriter,
+    tell: Tell,
 ) -> None:
     """Write the rows of the `missing` batches of one state, batch by batch, and the calibrated methods into run.json."""
     start = measure.start
@@ -167,15 +181,22 @@ def _begin(folder: Path, config: RunConfig, policy: Policy, threads: int) -> Non
     """Create the folder of a run without steps, for the rows."""
     made = config.model_copy(update={"out": str(folder)})
     create_run_dir(folder)
-    run_folder.begin_run_dir(made, policy, run_folder.run_info(made, policy, threads, distributed.Launch()))
+    run_folder.begin_run_dir(
+        made, policy, run_folder.run_info(made, policy, threads, distributed.Launch())
+    )
     update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
 
 
 def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> str:
     """First 8 hex digits of a hash of the settings, equal for runs that differ in seed, method and number of batches only."""
-    parts = config.model_dump(mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"})
+    parts = config.model_dump(
+        mode="json", include={"task", "policy", "rollout", "optimizer", "update", "steps"}
+    )
     chosen = spec.model_dump(mode="json", exclude={"batches"})
-    text = json.dumps([parts, chosen, [method.model_dump(mode="json") for method in arms.values()]], sort_keys=True)
+    text = json.dumps(
+        [parts, chosen, [method.model_dump(mode="json") for method in arms.values()]],
+        sort_keys=True,
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
@@ -184,9 +205,18 @@ def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source
     forks = dict(read_run_info(folder).get("forks") or {})
     known = forks.get(name, {})
     made_from = {"source": source, "seed": config.seed, "method": method_label(config.method)}
-    other = next((f"{key} {known[key]}" for key in made_from if known.get(key, made_from[key]) != made_from[key]), None)
+    other = next(
+        (
+            f"{key} {known[key]}"
+            for key in made_from
+            if known.get(key, made_from[key]) != made_from[key]
+        ),
+        None,
+    )
     if other is not None:
-        raise UserError(f"--out {folder}: holds a fork with these settings from {other}; choose another --out")
+        raise UserError(
+            f"--out {folder}: holds a fork with these settings from {other}; choose another --out"
+        )
     batches = max(spec.batches, known.get("batches", 0))
     forks[name] = {**known, **spec.model_dump(mode="json"), **made_from, "batches": batches}
     update_run_info(folder, forks=forks)
@@ -200,12 +230,17 @@ class Reading:
     """An outcome at some weights."""
 
     value: float
-    std_error: float = math.nan  # of the change since the starting weights, over prompts; NaN if not estimated
-    effective_share: float = math.nan  # effective sample size / samples; NaN without importance weights
+    # of the change since the starting weights, over prompts; NaN if not estimated
+    std_error: float = math.nan
+    # effective sample size / samples; NaN without importance weights
+    effective_share: float = math.nan
 
 
 def outcome_rows(
-    common: Mapping[str, Any], readings: Mapping[str, Reading], start: Mapping[str, Reading], sound: bool
+    common: Mapping[str, Any],
+    readings: Mapping[str, Reading],
+    start: Mapping[str, Reading],
+    sound: bool,
 ) -> list[dict[str, Any]]:
     """Rows of the table `forks`, one for each outcome of an update.
 
@@ -217,7 +252,12 @@ def outcome_rows(
     for name, reading in readings.items():
         numbers = vars(reading) | {"start": start[name].value if name in start else math.nan}
         few = reading.effective_share < EFFECTIVE_SHARE  # not where it is NaN
-        valid = sound and math.isfinite(reading.value) and not few and not (saturated and name == "sam_sharpness")
+        valid = (
+            sound
+            and math.isfinite(reading.value)
+            and not few
+            and not (saturated and name == "sam_sharpness")
+        )
         known = {key: value if math.isfinite(value) else None for key, value in numbers.items()}
         rows.append({**common, "outcome": name, **known, "valid": valid})
     return rows
@@ -250,13 +290,20 @@ class FixedRollouts:
         part = weight * (failed - value) - (failed - before) / len(failed)
         _, prompt = self.rollouts.group.to(part.device).unique(return_inverse=True)
         prompts = int(prompt.max()) + 1
-        by_prompt = torch.zeros(prompts, dtype=torch.float64, device=part.device).index_add_(0, prompt, part)
-        error = math.sqrt(float(by_prompt.square().sum()) * prompts / (prompts - 1)) if prompts > 1 else math.nan
+        by_prompt = torch.zeros(prompts, dtype=torch.float64, device=part.device).index_add_(
+            0, prompt, part
+        )
+        error = (
+            math.sqrt(float(by_prompt.square().sum()) * prompts / (prompts - 1))
+            if prompts > 1
+            else math.nan
+        )
         return Reading(value, error, share)
 
     def weights(self, logp: Tensor) -> tuple[Tensor, float]:
         """Normalized importance weights (N,), which sum to 1, and their effective sample size as a share of N."""
-        change = torch.where(self.mask, logp.double() - self.start.logp.double(), 0.0).sum(1)  # (N,)
+        # (N,)
+        change = torch.where(self.mask, logp.double() - self.start.logp.double(), 0.0).sum(1)
         weight = torch.softmax(change, 0)
         share = float(1 / (weight.square().sum() * len(weight)))
         return weight, share if math.isfinite(share) else 0.0
@@ -278,7 +325,11 @@ class FixedRollouts:
 
 
 def matching_scale(
-    divergence: Callable[[float], float], target: float, start: float, tolerance: float = 1e-3, evaluations: int = 12
+    divergence: Callable[[float], float],
+    target: float,
+    start: float,
+    tolerance: float = 1e-3,
+    evaluations: int = 12,
 ) -> tuple[float, bool]:
     """The scale s > 0 with divergence(s) = target up to a relative `tolerance`, and whether it was found.
 
@@ -286,12 +337,17 @@ def matching_scale(
     linearly in ln s, within the bracket found so far. The last of at most `evaluations` calls is at the returned scale.
     """
     low, high, slope = 0.0, math.inf, 2.0
-    scale, last = start, (math.nan, math.nan)  # `last`: ln of the scale before and of its divergence
+    # `last`: ln of the scale before and of its divergence
+    scale, last = (
+        start,
+        (math.nan, math.nan),
+    )
     for _ in range(evaluations):
         tried, reached = scale, divergence(scale)
         if abs(reached - target) <= tolerance * target:
             return tried, True
-        low, high = (tried, high) if reached < target else (low, tried)  # also where it is not finite
+        # also where it is not finite
+        low, high = (tried, high) if reached < target else (low, tried)
         if 0 < reached < math.inf:
             here = math.log(tried), math.log(reached)
             local = (here[1] - last[1]) / (here[0] - last[0])
@@ -307,7 +363,9 @@ def heldout_order(config: RunConfig, task: Task) -> DataOrder:
     return DataOrder(split_examples(task, "heldout"), derive(config.seed, "fork held-out"))
 
 
-def greedy_success(policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec) -> Tensor:
+def greedy_success(
+    policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec
+) -> Tensor:
     """Whether the present policy's greedy answer to each prompt is right, (prompts,), as 0 and 1."""
     greedy = rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0})
     _, rewards = draw_scored(policy, task, examples, 1, greedy, 0)
@@ -358,7 +416,12 @@ class Measure:
                 self.rho = find_radius(surface).rho
         sets = {split: self.fixed(split, batch) for split in ("heldout", "train")}
         before = self._readings(batch, sets)
-        common = {"step": start.step, "fork": name, "batch": batch, "reference": next(iter(start.methods))}
+        common = {
+            "step": start.step,
+            "fork": name,
+            "batch": batch,
+            "reference": next(iter(start.methods)),
+        }
         reference: tuple[list[Tensor], float] | None = None  # displacement and its KL
         for arm in start.methods:
             began = time.perf_counter()
@@ -368,8 +431,18 @@ class Measure:
             readings = self._readings(batch, sets)
             reference = reference or (moved, readings["kl"].value)
             turned, norm = rotation(moved, reference[0]), math.sqrt(inner(moved, moved))
-            effects = {"update_norm": norm, "update_rotation": turned.angle, "update_scale": turned.scale}
-            same = {"arm": arm, **common, "comparison": "step", "scale": 1.0, "seconds": time.perf_counter() - began}
+            effects = {
+                "update_norm": norm,
+                "update_rotation": turned.angle,
+                "update_scale": turned.scale,
+            }
+            same = {
+                "arm": arm,
+                **common,
+                "comparison": "step",
+                "scale": 1.0,
+                "seconds": time.perf_counter() - began,
+            }
             began = time.perf_counter()
             measured = readings | {effect: Reading(value) for effect, value in effects.items()}
             yield from outcome_rows(same, measured, before, sound)
@@ -395,7 +468,9 @@ class Measure:
             self.start.snapshot.place(moved, scale)
             return heldout.kl(self.start.scorer.statistics(heldout.rollouts).logp)
 
-        scale, reached = matching_scale(divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE)
+        scale, reached = matching_scale(
+            divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE
+        )
         return self._readings(batch, sets), scale, reached
 
     def _readings(self, batch: int, sets: Mapping[str, FixedRollouts]) -> dict[str, Reading]:
@@ -404,11 +479,16 @@ class Measure:
         stats = {split: start.scorer.statistics(fixed.rollouts) for split, fixed in sets.items()}
         readings = {"kl": Reading(heldout.kl(stats["heldout"].logp))}
         if "failure" in wanted:
-            readings |= {f"{split}_failure": fixed.failure(stats[split].logp) for split, fixed in sets.items()}
+            readings |= {
+                f"{split}_failure": fixed.failure(stats[split].logp)
+                for split, fixed in sets.items()
+            }
         if "entropy" in wanted:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
         if "greedy" in wanted:
-            right = greedy_success(start.policy, start.task, self.asked(batch), start.config.rollout)
+            right = greedy_success(
+                start.policy, start.task, self.asked(batch), start.config.rollout
+            )
             readings["accuracy_greedy"] = Reading(float(right.mean()))
         if "sharpness" in wanted:
             readings |= self.sharpness(sets["train"], stats["train"])
@@ -424,4 +504,6 @@ class Measure:
 
     def _surface(self, fixed: FixedRollouts) -> AbstractContextManager[Surface]:
         config, model = self.start.config, self.start.policy.model
-        return limited_surface(model, fixed.failure_objective(config.rollout.temperature), config.probes)
+        return limited_surface(
+            model, fixed.failure_objective(config.rollout.temperature), config.probes
+        )

@@ -14,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sharpscope.config import (
-    RunConfig,
+from sharpscope.config import RunConfig
+from sharpscope.errors import UserError
+from sharpscope.forks.start import Start, Tell, arms_of, as_recorded, resolve, saved_states
+from sharpscope.methods import (
     method_names,
     method_rotation_bound,
     named_method,
     reference_method,
     same_at_one_update,
 )
-from sharpscope.config.method import CurvatureTokens, Kl, Method
-from sharpscope.errors import UserError
-from sharpscope.forks.start import Start, Tell, arms_of, as_recorded, resolve, saved_states
-from sharpscope.objective import StepTensors, calibrate, policy_loss, token_bins, token_normalizer, token_weights
+from sharpscope.methods.loss import policy_loss, token_normalizer
+from sharpscope.methods.method import CurvatureTokens, Kl, Method
+from sharpscope.methods.plan import StepTensors, calibrate, token_bins, token_weights
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.run_folder import set_threads
@@ -42,7 +43,13 @@ CONTROLS = ("grpo-sg-reverse", "grpo-sg-shuffled")
 
 BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
 """Tokens by the sign of A and by π against Σ π², see `BinTokens`."""
-_NUMBERS = ["gradient_rotation", "gradient_scale", "gradient_kept", "update_rotation", "update_scale"]
+_NUMBERS = [
+    "gradient_rotation",
+    "gradient_scale",
+    "gradient_kept",
+    "update_rotation",
+    "update_scale",
+]
 _NUMBERS += ["update_difference", "rotation_bound", "weight_mean", "weight_mean_gradient"]
 _NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
 _NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
@@ -91,10 +98,16 @@ class Rotations:
         self.table.to_csv(table, index=False)
         noise = None if math.isnan(self.noise) else self.noise
         content = {"batch": dict(self.batch), "noise_rotation": noise}
-        record.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        record.write_text(
+            json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+        )
         with styled():
             paths = [table, record, *save(self.figure(), folder, "rotation")]
-            return paths + (save(weight_functions(weight_curves(self.methods)), folder, "weights") if plot else [])
+            return paths + (
+                save(weight_functions(weight_curves(self.methods)), folder, "weights")
+                if plot
+                else []
+            )
 
 
 def rotate(
@@ -162,7 +175,10 @@ def rotate(
     rows: dict[str, dict[str, Any]] = {}
     noise = math.nan
     # One after the other where they share a reference, of which the last gradient is kept.
-    against = {name: reference_method(method).model_dump_json(exclude={"name"}) for name, method in chosen.items()}
+    against = {
+        name: reference_method(method).model_dump_json(exclude={"name"})
+        for name, method in chosen.items()
+    }
     order = sorted(chosen, key=lambda name: list(against.values()).index(against[name]))
     for number, name in enumerate(order, 1):
         tell(f"{number}/{len(chosen)} {name}")
@@ -174,7 +190,9 @@ def rotate(
             row, angle = {"problem": str(problem)}, math.nan
         rows[name] = {"method": name, **row}
         noise = angle if math.isnan(noise) else noise
-    table = pd.DataFrame([rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"])
+    table = pd.DataFrame(
+        [rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"]
+    )
     table = table.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=table["problem"].fillna(""))
     described = {
         "model": config.policy.model,
@@ -186,7 +204,9 @@ def rotate(
         "completions": len(batch.rollouts),
         "tokens": int(batch.rollouts.completion_mask.sum()),
         "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
-        "recorded": None if run is None else as_recorded(run, start.seed_step, batch.rollouts.texts),
+        "recorded": None
+        if run is None
+        else as_recorded(run, start.seed_step, batch.rollouts.texts),
     }
     return Rotations(table, noise, described, start.methods)
 
@@ -198,10 +218,20 @@ class _Start(Start):
     """One step of a run, from which every method is compared: the whole batch is one update."""
 
     def __init__(
-        self, config: RunConfig, methods: Mapping[str, Method], checkpoint: Path | None, measure: bool, warm_up: int
+        self,
+        config: RunConfig,
+        methods: Mapping[str, Method],
+        checkpoint: Path | None,
+        measure: bool,
+        warm_up: int,
     ) -> None:
         warming = reference_method(next(iter(methods.values())))  # its weights need no calibration
-        options: dict[str, Any] = {"warm_up": warm_up, "warming": warming, "mini_batches": 1, "inner_epochs": 1}
+        options: dict[str, Any] = {
+            "warm_up": warm_up,
+            "warming": warming,
+            "mini_batches": 1,
+            "inner_epochs": 1,
+        }
         super().__init__(config, methods, checkpoint, **options)
         self.seed_step = self.step + 1
         self.measure = measure
@@ -211,7 +241,9 @@ class _Start(Start):
         """The batch that the run's next step draws; a divergence in the reward is left out."""
         return self.rollouts(self.config.method.model_copy(update={"kl": Kl()}), 0)
 
-    def measured(self, name: str, batch: RolloutBatch, stats: TokenStats) -> tuple[dict[str, Any], float]:
+    def measured(
+        self, name: str, batch: RolloutBatch, stats: TokenStats
+    ) -> tuple[dict[str, Any], float]:
         """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
         method, progress = self.methods[name], self.progress()
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
@@ -222,9 +254,16 @@ class _Start(Start):
         grpo = reference_method(Method(name="grpo", kl=reference.kl))
         plain = grpo == reference.model_copy(update={"name": grpo.name})
         tokens = self.tokens(method, batch, advantage, stats)
-        against = self.tokens(reference, batch, step_advantages(reference, batch.rollouts, batch.rewards, stats), stats)
+        against = self.tokens(
+            reference,
+            batch,
+            step_advantages(reference, batch.rollouts, batch.rewards, stats),
+            stats,
+        )
         same = same_at_one_update(method)  # methods with one gradient are compared once
-        simplest = (named_method(same) if same else method.unlabeled).model_copy(update={"kl": method.kl})
+        simplest = (named_method(same) if same else method.unlabeled).model_copy(
+            update={"kl": method.kl}
+        )
         compare = partial(self._compared, method, batch, advantage, stats)
         rotation, after = self._once(simplest.model_dump_json(), compare)
         used = batch.rollouts.completion_mask.bool().cpu() & (tokens.update >= 0)
@@ -242,9 +281,17 @@ class _Start(Start):
             "rotation_bound": method_rotation_bound(method.at(progress)),
         }
         if after is not None:
-            key = "curvature", advantage.cpu().numpy().tobytes()  # CAPO's m_F, once for each choice of advantages
-            curvature = self._once(key, lambda: self._learner.curvature(batch.rollouts, advantage, CurvatureTokens()))
-            row |= self._changes(tensors, tokens, used, stats, after, curvature[..., 1].cpu().double())
+            # CAPO's m_F, once for each choice of advantages
+            key = (
+                "curvature",
+                advantage.cpu().numpy().tobytes(),
+            )
+            curvature = self._once(
+                key, lambda: self._learner.curvature(batch.rollouts, advantage, CurvatureTokens())
+            )
+            row |= self._changes(
+                tensors, tokens, used, stats, after, curvature[..., 1].cpu().double()
+            )
         return row, rotation.noise if plain else math.nan
 
     def _compared(
@@ -260,7 +307,9 @@ class _Start(Start):
             method=method,
             stats=stats,
             references=self.references,
-            at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts))) if self.measure else None,
+            at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts)))
+            if self.measure
+            else None,
         )
         return rotation, moved[0] if moved else None
 
@@ -283,30 +332,60 @@ class _Start(Start):
         row, total = {}, float(predicted[used].abs().sum())
         for name, chosen in token_bins(tensors).items():
             inside = chosen.cpu() & used
-            row[f"entropy_predicted_{name}"] = float(predicted[inside].sum()) / total if total else math.nan
-            row[f"entropy_measured_{name}"] = float(change[inside].mean()) if bool(inside.any()) else math.nan
+            row[f"entropy_predicted_{name}"] = (
+                float(predicted[inside].sum()) / total if total else math.nan
+            )
+            row[f"entropy_measured_{name}"] = (
+                float(change[inside].mean()) if bool(inside.any()) else math.nan
+            )
         for name, one, other, places in (
             ("entropy_rank", predicted, change, used & (predicted != 0)),
             ("kl_rank", curvature, divergence, used & (curvature > 0)),
-            ("kl_rank_norm", before.logit_grad_norm.cpu().double(), divergence, used & (curvature > 0)),
+            (
+                "kl_rank_norm",
+                before.logit_grad_norm.cpu().double(),
+                divergence,
+                used & (curvature > 0),
+            ),
         ):
-            row[name] = float(spearmanr(one[places], other[places]).statistic) if int(places.sum()) > 2 else math.nan
+            row[name] = (
+                float(spearmanr(one[places], other[places]).statistic)
+                if int(places.sum()) > 2
+                else math.nan
+            )
         return row
 
-    def tokens(self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats) -> StepTokens:
+    def tokens(
+        self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats
+    ) -> StepTokens:
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
         rollouts, learner = batch.rollouts, self.learner(method)
         plan = learner.plan(rollouts, advantage, self.seed_step, self.progress(), method, stats)
         mask = rollouts.completion_mask
         logp = stats.logp.detach().clone().requires_grad_()
         normalizer = token_normalizer(
-            method, mask, self.config.rollout.max_new_tokens, keep=plan.keep, group=rollouts.group, dtype=logp.dtype
+            method,
+            mask,
+            self.config.rollout.max_new_tokens,
+            keep=plan.keep,
+            group=rollouts.group,
+            dtype=logp.dtype,
         )
         reference = learner.reference
-        other = None if reference is None else learner.scorer.log_probabilities(rollouts, model=reference)
-        (coef,) = torch.autograd.grad(policy_loss(method, plan, logp, normalizer, reference_logp=other).loss, logp)
+        other = (
+            None
+            if reference is None
+            else learner.scorer.log_probabilities(rollouts, model=reference)
+        )
+        (coef,) = torch.autograd.grad(
+            policy_loss(method, plan, logp, normalizer, reference_logp=other).loss, logp
+        )
         tokens = StepTokens.unused(stats)
-        tokens.loss_coef, tokens.weight, tokens.advantage = coef.cpu(), plan.weight.cpu(), plan.advantage.cpu()
+        tokens.loss_coef, tokens.weight, tokens.advantage = (
+            coef.cpu(),
+            plan.weight.cpu(),
+            plan.advantage.cpu(),
+        )
         tokens.ratio = torch.ones_like(tokens.ratio)
         tokens.update = torch.where(plan.pass_mask(0).cpu(), 0, tokens.update)
         return tokens
@@ -322,12 +401,17 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
 
     rows = []
     for name, method in methods.items():
-        for axis, x in (("logit", np.linspace(-5.0, 35.0, 401)), ("probability", np.linspace(0.001, 0.999, 500))):
+        for axis, x in (
+            ("logit", np.linspace(-5.0, 35.0, 401)),
+            ("probability", np.linspace(0.001, 0.999, 500)),
+        ):
             values = torch.from_numpy(x)
             column = {"logit": values} if axis == "logit" else {"logp": values.log()}
             step = StepTensors.from_columns(**column)  # type: ignore[arg-type]
             try:
-                weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[:, 0].numpy()
+                weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[
+                    :, 0
+                ].numpy()
             except (UserError, ValueError):
                 continue  # it depends on other values
             rows += [(name, axis, a, b) for a, b in zip(x, weight, strict=True)]

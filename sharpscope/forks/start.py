@@ -13,15 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config import Method, RunConfig, build_config, known_settings, parse_methods, read_recorded
+from sharpscope.config import RunConfig, build_config, read_recorded
 from sharpscope.config.run import EMBEDDED_PREFIX
-from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
-from sharpscope.objective import MethodState
+from sharpscope.methods import Method, parse_methods
+from sharpscope.methods.loss import MethodState
+from sharpscope.methods.token_weights import UniformWeight
 from sharpscope.policy import Rollouts, TokenStats, embedded_policy
 from sharpscope.recording.health import StepHealth
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult
 from sharpscope.seeds import derive
+from sharpscope.settings import known_settings
 from sharpscope.tasks import Example, make_task, task_choice
 from sharpscope.traces import load_run
 from sharpscope.traces.files import RUN_FILE
@@ -54,17 +56,23 @@ def resolve(
 ) -> RunConfig:
     """The configuration of a run, or of a model with a task, for `command` (fork or rotate); a UserError if they do not fit."""
     if distributed.start().processes > 1:
-        raise UserError(f"{command}: runs in one process; start it without accelerate launch or torchrun")
+        raise UserError(
+            f"{command}: runs in one process; start it without accelerate launch or torchrun"
+        )
     if run is None:
         if task is None and model is not None and model.startswith(EMBEDDED_PREFIX):
             task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
         values: dict[str, Any] = {"policy.model": model, "seed": seed}
         values["task"] = None if task is None else dict(task_choice(task))
-        return build_config(None, overrides, {name: value for name, value in values.items() if value is not None})
+        return build_config(
+            None, overrides, {name: value for name, value in values.items() if value is not None}
+        )
     given = {"--model": model, "--task": task, "--seed": seed}
     extra = next((name for name, value in given.items() if value is not None), None)
     if extra is not None:
-        raise UserError(f"{extra}: goes without the folder of a run, which has its own; remove one of the two")
+        raise UserError(
+            f"{extra}: goes without the folder of a run, which has its own; remove one of the two"
+        )
     folder = Path(run)
     if not (folder / RUN_FILE).exists():
         raise UserError(f"run {folder}: is not the folder of a run")
@@ -88,8 +96,14 @@ def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Pa
         text = str(one).removeprefix("step-")
         step = int(text) if text.isdecimal() else -1
         if step not in saved:
-            where = "goes with the folder of a run" if run is None else f"run {run} has none of this step"
-            raise UserError(f"--checkpoint {one}: {where}; choose from {', '.join(map(str, saved))}")
+            where = (
+                "goes with the folder of a run"
+                if run is None
+                else f"run {run} has none of this step"
+            )
+            raise UserError(
+                f"--checkpoint {one}: {where}; choose from {', '.join(map(str, saved))}"
+            )
         folder = saved[step]
         problem = None if folder is None else damage(folder)
         if problem is not None:
@@ -100,7 +114,10 @@ def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Pa
 
 def arms_of(texts: Sequence[str], config: RunConfig) -> dict[str, Method]:
     """Methods by label, see `parse_methods`; a preset equal to the run's default is `auto`."""
-    return {name: method.with_preset(config.default_preset, "auto") for name, method in parse_methods(texts).items()}
+    return {
+        name: method.with_preset(config.default_preset, "auto")
+        for name, method in parse_methods(texts).items()
+    }
 
 
 def as_recorded(run: Path | str, step: int, texts: Sequence[str]) -> bool | None:
@@ -116,7 +133,9 @@ class Snapshot:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model, self.optimizer = model, optimizer
         self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
-        self._kept = [(tensor, tensor.detach().clone()) for tensor in (*self.parameters, *model.buffers())]
+        self._kept = [
+            (tensor, tensor.detach().clone()) for tensor in (*self.parameters, *model.buffers())
+        ]
         self._state = copy.deepcopy(optimizer.state_dict())
         self._random = torch.get_rng_state()
 
@@ -164,7 +183,10 @@ class Start:
     ) -> None:
         self.config, self.task = config, make_task(config.task)
         self.policy = load_start(config, checkpoint)
-        self.methods = {name: method.with_preset("auto", config.default_preset) for name, method in methods.items()}
+        self.methods = {
+            name: method.with_preset("auto", config.default_preset)
+            for name, method in methods.items()
+        }
         needs_reference = any(method.needs_reference for method in methods.values())
         reference = reference_policy(config, self.policy) if needs_reference else None
         self.optimizer = build_optimizer(self.policy.model, config.optimizer)
@@ -174,9 +196,14 @@ class Start:
             progress = restore(checkpoint, self.policy, self.optimizer)
             self.step, self._cursor = progress.step, progress.cursor
             self._state = dict(progress.entropy_control)
-            method, recorded = config.resolved_method.unlabeled, known_settings(Method, progress.method)
+            method, recorded = (
+                config.resolved_method.unlabeled,
+                known_settings(Method, progress.method),
+            )
             for name, one in self.methods.items():
-                self.methods[name] = Method.model_validate(recorded) if one.unlabeled == method else one
+                self.methods[name] = (
+                    Method.model_validate(recorded) if one.unlabeled == method else one
+                )
         self.lr = positive_learning_rate(config, min(self.step + 1, config.steps))
         set_learning_rate(self.optimizer, self.lr)
         self._order = DataOrder(split_examples(self.task, "train"), config.seed)
@@ -214,7 +241,14 @@ class Start:
         set_learning_rate(self.optimizer, 0.0)
         for number in range(1, self.warmed + 1):
             drawn = self._draw(method, order, seed, number)
-            learner.learn(drawn.rollouts, drawn.advantage, number, self.progress(), method=method, stats=drawn.stats)
+            learner.learn(
+                drawn.rollouts,
+                drawn.advantage,
+                number,
+                self.progress(),
+                method=method,
+                stats=drawn.stats,
+            )
         set_learning_rate(self.optimizer, self.lr)
 
     def progress(self, number: int = 0) -> float:
@@ -224,7 +258,9 @@ class Start:
     def learner(self, method: Method) -> Learner:
         """A learner with what this method needs."""
         reference = self._learner.reference if method.needs_reference else None
-        return replace(self._learner, reference=reference, state=MethodState(**copy.deepcopy(self._state)))
+        return replace(
+            self._learner, reference=reference, state=MethodState(**copy.deepcopy(self._state))
+        )
 
     # -- rollouts, computed once for all methods that draw the same -------------------------------------------------------
 
@@ -244,14 +280,18 @@ class Start:
 
         def draw(policy: Any, task: Any, examples: list[Example], spec: Any, seed: int) -> Any:
             """`draw_group`, once for the same examples, which the order keeps, and seed."""
-            return self._once((seed, *map(id, examples)), lambda: draw_group(policy, task, examples, spec, seed))
+            return self._once(
+                (seed, *map(id, examples)), lambda: draw_group(policy, task, examples, spec, seed)
+            )
 
         given = (self.config.rollout, seed, step, self.statistics, draw)
         return draw_rollouts(self.policy, self.task, order, method, *given)
 
     def order(self, batch: int) -> DataOrder:
         """The data order at the first prompt of a batch; that of batch 0 is the run's own."""
-        return replace(self._order, cursor=self._cursor + batch * self.config.rollout.prompts_per_step)
+        return replace(
+            self._order, cursor=self._cursor + batch * self.config.rollout.prompts_per_step
+        )
 
     def rollouts(self, method: Method, batch: int) -> RolloutBatch:
         """The rollouts of an update on a batch; those of batch 0 are those of the run's next step."""
@@ -260,15 +300,28 @@ class Start:
     # -- updates -----------------------------------------------------------------------------------------------------------
 
     def _make(
-        self, learner: Learner, method: Method, drawn: RolloutBatch, seed_step: int, number: int, **options: Any
+        self,
+        learner: Learner,
+        method: Method,
+        drawn: RolloutBatch,
+        seed_step: int,
+        number: int,
+        **options: Any,
     ) -> StepResult:
         """Make the step `number` steps after the next one from the present weights."""
         steps, progress = self.config.steps, self.progress(number)
         lr = learning_rate(self.config.optimizer, min(self.step + 1 + number, steps), steps)
         set_learning_rate(self.optimizer, lr)
-        health = StepHealth(self.config.health, seed_step, drawn, method, progress, self.policy.device)
-        options |= {"stats": self.statistics(drawn.rollouts), "before_first_update": health.allows_updates}
-        return learner.learn(drawn.rollouts, drawn.advantage, seed_step, progress, method=method, **options)
+        health = StepHealth(
+            self.config.health, seed_step, drawn, method, progress, self.policy.device
+        )
+        options |= {
+            "stats": self.statistics(drawn.rollouts),
+            "before_first_update": health.allows_updates,
+        }
+        return learner.learn(
+            drawn.rollouts, drawn.advantage, seed_step, progress, method=method, **options
+        )
 
     def advance(self, steps: int, tell: Tell) -> None:
         """Make so many steps of the first method, as its run made them; the state is then the one after them."""
@@ -295,5 +348,11 @@ class Start:
         """Restore the state, and make the step of a method on a batch; the model keeps its weights. See `Learner.learn`."""
         self.snapshot.restore()
         method = self.methods[name]
-        given = (self.learner(method), method, self.rollouts(method, batch), self.step + 1 + batch, 0)
+        given = (
+            self.learner(method),
+            method,
+            self.rollouts(method, batch),
+            self.step + 1 + batch,
+            0,
+        )
         return self._make(*given, without=without, before_step=before_step)

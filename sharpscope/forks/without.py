@@ -22,21 +22,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sharpscope.config import ForkSpec, RunConfig, validate
+from sharpscope.config import ForkSpec, RunConfig
 from sharpscope.config.run import PolicySpec, ProbesSpec
 from sharpscope.errors import UserError
-from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order, outcome_rows
+from sharpscope.forks.experiment import (
+    FixedRollouts,
+    Reading,
+    greedy_success,
+    heldout_order,
+    outcome_rows,
+)
 from sharpscope.forks.start import Snapshot, Start, Tell, as_recorded, resolve
 from sharpscope.policy import Policy, Rollouts, load_policy
 from sharpscope.policy.forward import Scorer
-from sharpscope.probes import Drawn, attribute, find_radius, limited_surface, sharpness
 from sharpscope.recording.from_checkpoint import WRONG, step_rows
 from sharpscope.recording.norms import clip_factor, gradient_norms, layer_groups, update_norms
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import set_threads
 from sharpscope.recording.step import PendingUpdate, UpdateResult
 from sharpscope.seeds import derive, generator
+from sharpscope.settings import validate
+from sharpscope.surface import Drawn, find_radius, limited_surface, sharpness
 from sharpscope.tasks import Task, make_task
+from sharpscope.tokens import attribute
 from sharpscope.traces import Run, RunLock, TraceWriter, load_run, update_run_info
 from sharpscope.training.checkpoint import checkpoints, damage, step_of
 
@@ -96,7 +104,11 @@ def without_tokens(
     tell("leading tokens")
     leading, shares, others, made = again.leading(top)
     rows: list[dict[str, Any]] = []
-    for arm, places in {ALL: [], f"without top {top}": leading, f"without {top} others": others}.items():
+    for arm, places in {
+        ALL: [],
+        f"without top {top}": leading,
+        f"without {top} others": others,
+    }.items():
         if places:
             left_out = torch.zeros(again.rollouts.completion_mask.shape, dtype=torch.bool)
             left_out[tuple(torch.tensor(places).T)] = True
@@ -107,7 +119,10 @@ def without_tokens(
         rows += outcome_rows(common, readings, start, not any(update.problem for update in made))
         tell(f"{arm}: measured")
     again.restore()
-    tokens = [{"rollout": r, "position": p, "share": share} for (r, p), share in zip(leading, shares, strict=True)]
+    tokens = [
+        {"rollout": r, "position": p, "share": share}
+        for (r, p), share in zip(leading, shares, strict=True)
+    ]
     with RunLock(loaded.path):
         with TraceWriter(loaded.path) as writer:
             writer.append("forks", {key: [row[key] for row in rows] for key in rows[0]})
@@ -123,7 +138,10 @@ def update_readings(updates: Sequence[UpdateResult]) -> dict[str, Reading]:
         rows.append({"grad_norm": update.grad_norm, "update_norm": update.update_norm})
         for prefix, layers in zip((GRADIENT, UPDATE), update.layers or ({}, {}), strict=True):
             rows[-1] |= {f"{prefix}{group}": value for group, value in layers.items()}
-    return {str(name): Reading(float(value)) for name, value in pd.DataFrame(rows).mean(skipna=False).items()}
+    return {
+        str(name): Reading(float(value))
+        for name, value in pd.DataFrame(rows).mean(skipna=False).items()
+    }
 
 
 @dataclass
@@ -158,21 +176,35 @@ class StepAgain:
             present = FixedRollouts.scored(drawn, self.scorer)
             self.fixed = self.fixed or present
             _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
-            sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(0, prompt, drawn.correct.double().cpu())
-            correct = {"accuracy_greedy": greedy, "accuracy": sums / torch.bincount(prompt)}  # (prompts,)
+            sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(
+                0, prompt, drawn.correct.double().cpu()
+            )
+            # (prompts,)
+            correct = {
+                "accuracy_greedy": greedy,
+                "accuracy": sums / torch.bincount(prompt),
+            }
             for name, values in correct.items():
                 change = values - before.setdefault(name, values)
-                found[name] = Reading(float(values.mean()), float(change.std()) / math.sqrt(len(change)))
+                found[name] = Reading(
+                    float(values.mean()), float(change.std()) / math.sqrt(len(change))
+                )
             objective = present.failure_objective(self.temperature)
             with limited_surface(self.scorer.model, objective, self.probes) as surface:
                 self.rho = find_radius(surface).rho if first else self.rho
                 if math.isfinite(self.rho):
                     rise = sharpness(surface, None, self.rho, "sam", at=surface.gradient())
-                    found |= {"sam_sharpness": Reading(rise.value), "saturation": Reading(rise.saturation)}
+                    found |= {
+                        "sam_sharpness": Reading(rise.value),
+                        "saturation": Reading(rise.saturation),
+                    }
         fixed = self.fixed
         assert fixed is not None
         stats = self.scorer.statistics(fixed.rollouts)
-        return {"entropy": Reading(fixed.entropy(stats)), "kl": Reading(fixed.kl(stats.logp))} | found
+        return {
+            "entropy": Reading(fixed.entropy(stats)),
+            "kl": Reading(fixed.kl(stats.logp)),
+        } | found
 
     def leading(self, top: int) -> tuple[Places, list[float], Places, Sequence[UpdateResult]]:
         """The `top` tokens with the largest |share| of the step, their shares, as many others, and the updates, which are made."""
@@ -185,9 +217,21 @@ class StepAgain:
             if not update.grad_norm > 0:
                 return
             part = rollouts.rows(update.rows)
-            gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
-            coef = F.pad(update.loss_coef.to(part.input_ids.device), (width, 0)).to(gradient[0].dtype)
-            given = (part.input_ids, (coef != 0).long(), coef, gradient, part.attention_mask, self.temperature)
+            gradient = [
+                torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
+                for p in parameters
+            ]
+            coef = F.pad(update.loss_coef.to(part.input_ids.device), (width, 0)).to(
+                gradient[0].dtype
+            )
+            given = (
+                part.input_ids,
+                (coef != 0).long(),
+                coef,
+                gradient,
+                part.attention_mask,
+                self.temperature,
+            )
             found = attribute(model, *given)[:, width:].double().cpu() / update.grad_norm**2
             first = update.first_use & shares[update.rows].isnan()
             shares[update.rows] = torch.where(first, found, shares[update.rows])
@@ -199,9 +243,20 @@ class StepAgain:
         if len(order) < 2 * top:
             some = f"only {len(order)} tokens of step {self.step} have a part in its gradient"
             raise UserError(f"--without-tokens top:{top}: {some}; give at most {len(order) // 2}")
-        rest = order[top:][torch.randperm(len(order) - top, generator=generator(self.seed, "without", self.step))[:top]]
-        leading, others = ([divmod(int(one), shares.shape[1]) for one in chosen] for chosen in (order[:top], rest))
-        return leading, [float(shares[place]) / max(len(observed), 1) for place in leading], others, made
+        rest = order[top:][
+            torch.randperm(len(order) - top, generator=generator(self.seed, "without", self.step))[
+                :top
+            ]
+        ]
+        leading, others = (
+            [divmod(int(one), shares.shape[1]) for one in chosen] for chosen in (order[:top], rest)
+        )
+        return (
+            leading,
+            [float(shares[place]) / max(len(observed), 1) for place in leading],
+            others,
+            made,
+        )
 
 
 def drawn_by(
@@ -223,7 +278,9 @@ def run_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell
     nearest = max((at for at in found if at < step), default=0)
     start = Start(config, {"own": config.method}, found.get(nearest), calibrating=1)
     if nearest + 1 < step:
-        tell(f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again")
+        tell(
+            f"the nearest checkpoint is of step {nearest}: steps {nearest + 1} to {step - 1} are made again"
+        )
     start.advance(step - 1 - nearest, tell)
     rollouts = start.rollouts(start.methods["own"], 0).rollouts
     if as_recorded(run, step, rollouts.texts) is False:
@@ -236,9 +293,17 @@ def run_step(config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell
         rollouts,
         config.rollout.temperature,
         config.seed,
-        lambda without, observe: start.update("own", 0, without=without, before_step=observe).updates,
+        lambda without, observe: (
+            start.update("own", 0, without=without, before_step=observe).updates
+        ),
         start.snapshot.restore,
-        drawn_by(config, start.policy, start.task, spec, derive(config.seed, "fork heldout", start.step, 0)),
+        drawn_by(
+            config,
+            start.policy,
+            start.task,
+            spec,
+            derive(config.seed, "fork heldout", start.step, 0),
+        ),
         config.probes,
     )
 
@@ -249,22 +314,31 @@ def trainer_step(
     """Step `step` of a recorded run from the checkpoint before it: gradients are Σ c·∇log π with the recorded coefficients."""
     policy = load_policy(PolicySpec(model=checkpoint))
     if step not in run.token_steps or run.rollouts["token_ids"].isna().all():
-        raise UserError(f"--step {step}: has no tokens with IDs; record the run again with recording.tokens_every=1")
+        raise UserError(
+            f"--step {step}: has no tokens with IDs; record the run again with recording.tokens_every=1"
+        )
     rows = step_rows(run, step, run.arrow("tokens", [step]), policy)
     if rows.frame["row_probability"].notna().any():
-        raise UserError(f"--step {step}: has a sample of its tokens; record the run with more recording.token_rows")
+        raise UserError(
+            f"--step {step}: has a sample of its tokens; record the run with more recording.token_rows"
+        )
     if rows.gap > WRONG:
         raise UserError(
             f"--model {checkpoint}: its log-probabilities differ from those recorded before step {step} by {rows.gap:.2g} nats a token "
             f"(limit {WRONG:g}); give the checkpoint that was saved after step {step - 1}"
         )
-    parameters, groups = [p for p in policy.model.parameters() if p.requires_grad], layer_groups(policy.model)
+    parameters, groups = (
+        [p for p in policy.model.parameters() if p.requires_grad],
+        layer_groups(policy.model),
+    )
     optimizer = load_adamw(Path(checkpoint), policy.model)
     snapshot = Snapshot(policy.model, optimizer)
     updates = run.updates[run.updates["step"] == step].sort_values("update").to_dict("records")
     first_use, coef = rows.tensor("update"), torch.nan_to_num(rows.tensor("loss_coef"))
     again = run.uses[run.uses["step"] == step]
-    row_of = dict(zip(rows.frame["rollout"][rows.known].astype(int), rows.at[0].tolist(), strict=True))
+    row_of = dict(
+        zip(rows.frame["rollout"][rows.known].astype(int), rows.at[0].tolist(), strict=True)
+    )
     coefs = []  # (N, T) of each update
     for recorded in updates:
         values = torch.where(first_use == recorded["update"], coef, 0.0)
@@ -287,7 +361,9 @@ def trainer_step(
                 number, every = int(recorded["update"]), torch.arange(len(values))
                 observe(PendingUpdate(number, every, first_use == number, coef, norm.total))
             clipped = float(recorded["clip_factor"])
-            factor = clip_factor(norm.total, recorded["grad_norm"] * clipped if clipped < 1 else None)
+            factor = clip_factor(
+                norm.total, recorded["grad_norm"] * clipped if clipped < 1 else None
+            )
             torch._foreach_mul_([p.grad for p in parameters if p.grad is not None], factor)
             for group in optimizer.param_groups:
                 group["lr"] = float(recorded["lr"])
@@ -299,7 +375,9 @@ def trainer_step(
 
     draw = None
     if config is not None:
-        draw = drawn_by(config, policy, make_task(config.task), spec, derive(config.seed, "fork heldout", step))
+        draw = drawn_by(
+            config, policy, make_task(config.task), spec, derive(config.seed, "fork heldout", step)
+        )
     fixed = FixedRollouts(rows.rollouts, torch.zeros(len(rows.rollouts)), rows.stats)
     made = (update, snapshot.restore, draw, ProbesSpec(), fixed)
     return StepAgain(step, rows.scorer, rows.rollouts, rows.temperature, int(run.seed or 0), *made)
@@ -313,7 +391,9 @@ def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
     """
     path = folder / "optimizer.pt"
     if not path.is_file():
-        raise UserError(f"--model {folder}: has no {path.name}; give a checkpoint with the optimizer's state")
+        raise UserError(
+            f"--model {folder}: has no {path.name}; give a checkpoint with the optimizer's state"
+        )
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     groups, moments = state["param_groups"], state["state"]
     waiting = [list(group["params"]) for group in groups]
@@ -322,15 +402,28 @@ def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
         if not parameter.requires_grad:
             continue
         shapes = [moments.get(left[0], {}).get("exp_avg") if left else None for left in waiting]
-        fits = [at for at, moment in enumerate(shapes) if getattr(moment, "shape", None) == parameter.shape]
+        fits = [
+            at
+            for at, moment in enumerate(shapes)
+            if getattr(moment, "shape", None) == parameter.shape
+        ]
         if len(fits) != 1:
-            raise UserError(f"--model {path}: is not AdamW's state of this model; its moments do not fit {name}")
+            raise UserError(
+                f"--model {path}: is not AdamW's state of this model; its moments do not fit {name}"
+            )
         waiting[fits[0]].pop(0)
         chosen[fits[0]].append(parameter)
     if any(waiting):
         raise UserError(f"--model {path}: has moments of more parameters than the model trains")
-    made = [{"params": some, "weight_decay": one["weight_decay"]} for some, one in zip(chosen, groups, strict=True)]
+    made = [
+        {"params": some, "weight_decay": one["weight_decay"]}
+        for some, one in zip(chosen, groups, strict=True)
+    ]
     first = groups[0]
-    optimizer = torch.optim.AdamW(made, lr=first["lr"], betas=tuple(first["betas"]), eps=first["eps"])
-    optimizer.load_state_dict({"state": moments, "param_groups": [{**g, "fused": None} for g in groups]})
+    optimizer = torch.optim.AdamW(
+        made, lr=first["lr"], betas=tuple(first["betas"]), eps=first["eps"]
+    )
+    optimizer.load_state_dict(
+        {"state": moments, "param_groups": [{**g, "fused": None} for g in groups]}
+    )
     return optimizer

@@ -16,7 +16,14 @@ import pandas as pd
 from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import Event, judge, sampler_values
-from sharpscope.traces import TABLES, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.traces import (
+    TABLES,
+    RunLock,
+    TraceWriter,
+    create_run_dir,
+    create_run_info,
+    update_run_info,
+)
 from sharpscope.traces.files import now
 
 
@@ -27,9 +34,12 @@ class Options:
     method: str = "unknown"
     task: str | None = None  # None: the importer's name
     seed: int | None = None
-    tokenizer: str | None = None  # folder or hub id, for texts; None: tokens are shown as their numbers
-    temperature: float | None = None  # of the log-probabilities, which probes of a checkpoint use; None: 1 is assumed
-    columns: Mapping[str, str] = field(default_factory=dict)  # jsonl: column of a trace -> its name in the file
+    # folder or hub id, for texts; None: tokens are shown as their numbers
+    tokenizer: str | None = None
+    # of the log-probabilities, which probes of a checkpoint use; None: 1 is assumed
+    temperature: float | None = None
+    # jsonl: column of a trace -> its name in the file
+    columns: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -38,8 +48,10 @@ class Completion:
 
     ids: Sequence[int] | None = None  # of prompt and completion; None: not known
     prompt_length: int = 0  # how many of `ids` are the prompt
-    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # column of the tokens table -> (n,) values
-    again: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # column of the table uses -> values
+    # column of the tokens table -> (n,) values
+    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    # column of the table uses -> values
+    again: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     group: str | None = None  # what the completions of one prompt share; None: not known
     env: str | None = None
     prompt: str | None = None
@@ -47,7 +59,8 @@ class Completion:
     reward: float | None = None  # NaN where the file says so
     parts: Mapping[str, float] = field(default_factory=dict)  # components of the reward
     length: int | None = None
-    of_step: Mapping[str, float | None] = field(default_factory=dict)  # column of the steps table -> value
+    # column of the steps table -> value
+    of_step: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def write(
@@ -68,13 +81,22 @@ def write(
     """
     temperature = options.temperature
     if temperature is not None and not 0 < temperature < math.inf:
-        raise UserError(f"--temperature {temperature:g}: must be above 0; give that of the log-probabilities")
+        raise UserError(
+            f"--temperature {temperature:g}: must be above 0; give that of the log-probabilities"
+        )
     tokenizer = None if options.tokenizer is None else _tokenizer(options.tokenizer)
     made = create_run_dir(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(made / "tokenizer")
-    info: dict[str, Any] = {"method": options.method, "task": options.task or kind, "seed": options.seed}
-    create_run_info(made, info | {"config": {} if temperature is None else {"rollout": {"temperature": temperature}}})
+    info: dict[str, Any] = {
+        "method": options.method,
+        "task": options.task or kind,
+        "seed": options.seed,
+    }
+    create_run_info(
+        made,
+        info | {"config": {} if temperature is None else {"rollout": {"temperature": temperature}}},
+    )
     counts = {"steps": 0, "rollouts": 0, "tokens": 0}
     known: dict[str, set[str]] = {table: set() for table in counts}
     try:
@@ -86,7 +108,9 @@ def write(
                 tables = step_tables(step, given, tokenizer)
                 for table, columns in tables.items():
                     if columns and table in counts:
-                        known[table] |= {name for name, values in columns.items() if np.any(pd.notna(values))}
+                        known[table] |= {
+                            name for name, values in columns.items() if np.any(pd.notna(values))
+                        }
                         counts[table] += writer.append(table, columns)
                 for event in step_events(step, tables):
                     writer.append("events", event.row())
@@ -97,11 +121,20 @@ def write(
         shutil.rmtree(made)  # it was new or empty
         raise
     missing = {
-        table: [c.name for c in TABLES[table].columns if c.name not in known[table] and not c.probe and not c.timing]
+        table: [
+            c.name
+            for c in TABLES[table].columns
+            if c.name not in known[table] and not c.probe and not c.timing
+        ]
         for table in counts
     }
     imported = {"from": kind, "source": source.name, "not_recorded": missing}
-    done = {"status": "finished", "steps_done": counts["steps"], "finished": now(), "imported": imported}
+    done = {
+        "status": "finished",
+        "steps_done": counts["steps"],
+        "finished": now(),
+        "imported": imported,
+    }
     update_run_info(made, **done, notes=[f"imported from {source.name} ({kind})", *notes])
     return counts
 
@@ -112,7 +145,9 @@ def _tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as problem:
-        raise UserError(f"--tokenizer {name}: cannot be loaded; give the model's folder or hub id") from problem
+        raise UserError(
+            f"--tokenizer {name}: cannot be loaded; give the model's folder or hub id"
+        ) from problem
 
 
 def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
@@ -121,10 +156,15 @@ def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[st
     names = dict.fromkeys(name for part in parts for name in part) if sum(lengths) else ()
     pairs = list(zip(parts, lengths, strict=True))
     columns = {name: [v for part, n in pairs for v in part.get(name, [None] * n)] for name in names}
-    return columns and columns | {"rollout": np.repeat(np.arange(len(parts)), lengths), "step": step}
+    return columns and columns | {
+        "rollout": np.repeat(np.arange(len(parts)), lengths),
+        "step": step,
+    }
 
 
-def step_tables(step: int, given: Sequence[Completion], tokenizer: Any) -> dict[str, dict[str, Any]]:
+def step_tables(
+    step: int, given: Sequence[Completion], tokenizer: Any
+) -> dict[str, dict[str, Any]]:
     """Columns of the tables rollouts, tokens and uses (empty without any) and steps of one step; groups become adjacent.
 
     A `tokenizer` that is not None gives the texts that are not known.
@@ -162,30 +202,50 @@ def step_tables(step: int, given: Sequence[Completion], tokenizer: Any) -> dict[
     steps: dict[str, Any] = {"step": step}
     if None not in columns["reward"]:
         rewards = pd.Series(columns["reward"], dtype=float)
-        steps |= {"reward_mean": rewards.mean(), "reward_std": rewards.std() if rewards.count() > 1 else None}
+        steps |= {
+            "reward_mean": rewards.mean(),
+            "reward_std": rewards.std() if rewards.count() > 1 else None,
+        }
         if None not in groups:
-            steps["zero_std_groups"] = int((rewards.groupby(columns["group"]).nunique(dropna=False) == 1).sum())
+            steps["zero_std_groups"] = int(
+                (rewards.groupby(columns["group"]).nunique(dropna=False) == 1).sum()
+            )
     for one in rows:
         steps |= one.of_step
     steps["completion_length_mean"] = _mean(columns["length"])
     if tokens:
-        steps |= {"entropy_mean": _mean(tokens.get("entropy")), "weight_mean": _mean(tokens.get("weight"))}
+        steps |= {
+            "entropy_mean": _mean(tokens.get("entropy")),
+            "weight_mean": _mean(tokens.get("weight")),
+        }
         steps |= {"tokens": len(tokens["position"]), "updates": 1}
         if None not in (clipped := tokens.get("clipped", [None])):
             steps["clip_fraction_low"] = _mean([value < 0 for value in clipped])
             steps["clip_fraction_high"] = _mean([value > 0 for value in clipped])
-    return {"rollouts": columns, "tokens": tokens, "uses": _stacked(step, [one.again for one in rows]), "steps": steps}
+    return {
+        "rollouts": columns,
+        "tokens": tokens,
+        "uses": _stacked(step, [one.again for one in rows]),
+        "steps": steps,
+    }
 
 
-def step_events(step: int, tables: Mapping[str, Mapping[str, Any]], trainer: str = "sharpscope") -> list[Event]:
+def step_events(
+    step: int, tables: Mapping[str, Mapping[str, Any]], trainer: str = "sharpscope"
+) -> list[Event]:
     """Events on the rewards in `step_tables`, and by the health rules on its sampler log-probabilities, at their defaults."""
     events, rewards, tokens = [], tables["rollouts"]["reward"], tables["tokens"]
     missing = sum(reward is not None and math.isnan(reward) for reward in rewards)
     if missing:
         text = f"{missing} of {len(rewards)} rewards are NaN; they are left out of the mean"
-        events.append(Event(step, "nan_reward", "warning", missing / len(rewards), 0.0, "none", text))
+        events.append(
+            Event(step, "nan_reward", "warning", missing / len(rewards), 0.0, "none", text)
+        )
     if {"logp", "behavior_logp"} <= tokens.keys():
-        logp, sampler = (np.array(tokens[name], dtype=np.float64) for name in ("logp", "behavior_logp"))  # None is NaN
+        # None is NaN
+        logp, sampler = (
+            np.array(tokens[name], dtype=np.float64) for name in ("logp", "behavior_logp")
+        )
         events += judge(step, sampler_values(logp, sampler), HealthSpec().limits, trainer)
     return events
 

@@ -28,17 +28,37 @@ from sharpscope.tasks.dataset import read_file
 from sharpscope.traces import load_run
 
 if TYPE_CHECKING:
-    from sharpscope.config.method import Method
+    from sharpscope.methods.method import Method
     from sharpscope.policy import Policy
     from sharpscope.recording.from_checkpoint import Probed
 
 PRIME_RL_SCHEMA = 1
 """Schema version of prime-rl's export that is read."""
 _PROBED = ("score_norm", "score_norm_local", "attribution")
-_PER_TOKEN = ("logp", "behavior_logp", "ref_logp", "entropy", "advantage", "ratio", "weight", "loss_coef", "clipped")
+_PER_TOKEN = (
+    "logp",
+    "behavior_logp",
+    "ref_logp",
+    "entropy",
+    "advantage",
+    "ratio",
+    "weight",
+    "loss_coef",
+    "clipped",
+)
 _TOKEN = ("token_id", *_PER_TOKEN, "temperature", *_PROBED)
 _STEP = ("loss", "grad_norm", "lr")
-_ROW = ("step", "group", "env", "prompt", "completion", "reward", "prompt_ids", "prompt_length", *_STEP)
+_ROW = (
+    "step",
+    "group",
+    "env",
+    "prompt",
+    "completion",
+    "reward",
+    "prompt_ids",
+    "prompt_length",
+    *_STEP,
+)
 COLUMNS = (*_TOKEN, "mask", *_ROW)
 """What a file of JSON lines can have. `mask`: tokens with 0 are not in the loss; `prompt_ids`: token IDs of the prompt;
 `prompt_length`: how many of the token IDs are the prompt; `loss`, `grad_norm`, `lr`: of the step."""
@@ -71,17 +91,25 @@ def import_files(kind: str | None, source: Path, out: Path, options: Options) ->
     return write(out, kind, source, read(source, kind, options, notes), options, notes)
 
 
-def read(source: Path, kind: str, options: Options, notes: dict[str, None]) -> Iterator[tuple[int, list[Completion]]]:
+def read(
+    source: Path, kind: str, options: Options, notes: dict[str, None]
+) -> Iterator[tuple[int, list[Completion]]]:
     """Yield each step with the completions in a trainer's files, and add to `notes`; see `import_files`."""
     if kind not in FORMATS:
-        raise UserError(f"{kind}: unknown format{nearest(kind, tuple(FORMATS))}; one of {', '.join(FORMATS)}")
+        raise UserError(
+            f"{kind}: unknown format{nearest(kind, tuple(FORMATS))}; one of {', '.join(FORMATS)}"
+        )
     form, told, shift = FORMATS[kind], Told(notes, set()), 0
     files = _files(source, form)
     if not files:
         raise UserError(f"{source}: has no files of {kind}; {form.written}")
     if kind == "prime-rl":
-        partly = dict.fromkeys(step for step, path in files if not (path.parent / "STABLE").exists())
-        notes |= dict.fromkeys(f"step {step} is not complete (no file STABLE) and is left out" for step in partly)
+        partly = dict.fromkeys(
+            step for step, path in files if not (path.parent / "STABLE").exists()
+        )
+        notes |= dict.fromkeys(
+            f"step {step} is not complete (no file STABLE) and is left out" for step in partly
+        )
         files = [file for file in files if file[0] not in partly]
     for part, some in groupby(files, lambda file: file[0] if form.a_step else None):
         by_step: dict[int, list[Completion]] = {} if part is None else {part: []}
@@ -111,7 +139,9 @@ def recognize(source: Path) -> str:
     for kind, form in FORMATS.items():
         if _files(source, form):
             return kind
-    raise UserError(f"{source}: no file of a known format; give a file or folder of {', '.join(FORMATS)}")
+    raise UserError(
+        f"{source}: no file of a known format; give a file or folder of {', '.join(FORMATS)}"
+    )
 
 
 def _files(source: Path, form: Format) -> list[tuple[int | None, Path]]:
@@ -121,8 +151,12 @@ def _files(source: Path, form: Format) -> list[tuple[int | None, Path]]:
         paths = paths or sorted(source.glob(pattern), key=lambda path: (len(path.name), path))
     found = [(match, path) for path in paths if (match := re.match(form.name, path.as_posix()))]
     numbered = len(found) > 1 or form.a_step
-    steps = [int(match[1]) if numbered and match.re.groups and match[1] else None for match, _ in found]
-    return sorted(zip(steps, (path for _, path in found), strict=True), key=lambda file: file[0] or 0)
+    steps = [
+        int(match[1]) if numbered and match.re.groups and match[1] else None for match, _ in found
+    ]
+    return sorted(
+        zip(steps, (path for _, path in found), strict=True), key=lambda file: file[0] or 0
+    )
 
 
 def probe_rollouts(
@@ -152,7 +186,9 @@ def probe_rollouts(
 
     kind, name = recognize(source), getattr(method, "name", None) or "unknown"
     with tempfile.TemporaryDirectory() as folder:
-        import_files(kind, source, Path(folder) / "imported", Options(name, temperature=temperature))
+        import_files(
+            kind, source, Path(folder) / "imported", Options(name, temperature=temperature)
+        )
         run = load_run(Path(folder) / "imported")
         rollouts, written, missing = run.rollouts, FORMATS[kind].written, ""
         if without := int(rollouts["token_ids"].isna().sum()):
@@ -184,13 +220,21 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
     count = len(ids)
     mask = values.get("mask", [1] * count)
     if not isinstance(mask, list) or len(mask) != count or None in mask:
-        raise UserError(f"{where}: mask has not one value for each of the {count} token IDs; write 0 or 1 for each")
-    prompt = None if values.get("prompt_ids") is None else _integers(values["prompt_ids"], "prompt_ids", where)
+        raise UserError(
+            f"{where}: mask has not one value for each of the {count} token IDs; write 0 or 1 for each"
+        )
+    prompt = (
+        None
+        if values.get("prompt_ids") is None
+        else _integers(values["prompt_ids"], "prompt_ids", where)
+    )
     start = 0  # of the completion
     if prompt is None:
         start = values.get("prompt_length", next((i for i, keep in enumerate(mask) if keep), 0))
         if not isinstance(start, int) or isinstance(start, bool) or not 0 <= start <= count:
-            raise UserError(f"{where}: prompt_length = {start!r} is no number of the {count} token IDs")
+            raise UserError(
+                f"{where}: prompt_length = {start!r} is no number of the {count} token IDs"
+            )
         prompt = ids[:start] if start else None
     kept = [i for i, keep in enumerate(mask) if keep and i >= start]
     columns: dict[str, list[Any]] = {"token_id": [ids[i] for i in kept], "update": [0] * len(kept)}
@@ -199,7 +243,9 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
         if values.get(name) is not None:
             columns[name] = _of_tokens(values[name], name, count, start, kept, where)
     if any(value is None for value in columns.get("logp", [None])):
-        raise UserError(f"{where}: logp is null on a token in the loss; give its log-probability, or mask it")
+        raise UserError(
+            f"{where}: logp is null on a token in the loss; give its log-probability, or mask it"
+        )
     largest = max(columns.get("logp", ()), default=0.0)
     if largest > POSITIVE:
         wrong = "above 0, so it is no log-probability; give natural logarithms, not probabilities"
@@ -217,7 +263,9 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
         env=values.get("env"),
         prompt=values.get("prompt"),
         completion=values.get("completion"),
-        reward=reward if isinstance(reward, float) and math.isnan(reward) else number(reward, "reward", where),
+        reward=reward
+        if isinstance(reward, float) and math.isnan(reward)
+        else number(reward, "reward", where),
         parts=values.get("reward_parts", {}),
         length=len(kept),
         of_step={name: number(values[name], name, where) for name in _STEP if name in values},
@@ -227,7 +275,9 @@ def completion_of(values: Mapping[str, Any], where: str) -> Completion:
 _EACH = "both need one for each token"
 
 
-def _of_tokens(given: Any, name: str, count: int, start: int, kept: list[int], where: str) -> list[Any]:
+def _of_tokens(
+    given: Any, name: str, count: int, start: int, kept: list[int], where: str
+) -> list[Any]:
     """Values of the tokens `kept`, from one for each token, for each of the completion, or (advantage, temperature) for all."""
     if name in ("advantage", "temperature") and not isinstance(given, list):
         given = [given] * count
@@ -250,7 +300,9 @@ def number(value: Any, name: str, where: str) -> float | None:
         return None
     if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise UserError(f"{where}: {name} = {str(value)[:40]!r} is not a finite number; write a number or null")
+    raise UserError(
+        f"{where}: {name} = {str(value)[:40]!r} is not a finite number; write a number or null"
+    )
 
 
 def _whole(value: Any) -> bool:
@@ -259,7 +311,9 @@ def _whole(value: Any) -> bool:
 
 def _integers(value: Any, name: str, where: str) -> list[int]:
     if not isinstance(value, list) or not all(map(_whole, value)):
-        raise UserError(f"{where}: {name} is not made of whole numbers from 0; write a list of them")
+        raise UserError(
+            f"{where}: {name} is not made of whole numbers from 0; write a list of them"
+        )
     return value
 
 
@@ -294,7 +348,9 @@ def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[R
             )
         for ours in ("token_id", "logp", *sorted(options.columns)):
             if ours not in values:
-                raise UserError(f"{where}: no column '{theirs[ours]}'; name the file's column: --columns {ours}=NAME")
+                raise UserError(
+                    f"{where}: no column '{theirs[ours]}'; name the file's column: --columns {ours}=NAME"
+                )
         yield where, values
 
 
@@ -303,18 +359,28 @@ def jsonl(records: Iterator[Record], options: Options, told: Told) -> Iterator[R
 
 def nemo_rl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
-    columns = "advantage=advantages behavior_logp=generation_logprobs logp=prev_logprobs reward=rewards"
-    columns += (
-        " reward=filtered_rewards"  # of the rows that dynamic sampling left; `rewards` are then those of all it drew
+    columns = (
+        "advantage=advantages behavior_logp=generation_logprobs logp=prev_logprobs reward=rewards"
     )
+    columns += " reward=filtered_rewards"  # of the rows that dynamic sampling left; `rewards` are then those of all it drew
     for where, record in records:
         row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in record.items()}
         for name in ("token_ids", "token_loss_mask", "prev_logprobs"):
             if not isinstance(row.get(name), list):
-                raise UserError(f"{where}: no list {name}; give the training data that NeMo-RL's GRPO writes")
-        known = _renamed(row, columns, told, "token_ids token_loss_mask sample_loss_mask input_lengths idx content")
+                raise UserError(
+                    f"{where}: no list {name}; give the training data that NeMo-RL's GRPO writes"
+                )
+        known = _renamed(
+            row,
+            columns,
+            told,
+            "token_ids token_loss_mask sample_loss_mask input_lengths idx content",
+        )
         length = int(row.get("input_lengths", len(row["token_ids"])))
-        mask, ids = [int(keep) for keep in row["token_loss_mask"][:length]], row["token_ids"][:length]
+        mask, ids = (
+            [int(keep) for keep in row["token_loss_mask"][:length]],
+            row["token_ids"][:length],
+        )
         start = mask.index(1) if 1 in mask else length
         values = {k: v[:length] if isinstance(v, list) else v for k, v in known.items()}
         values |= {"token_id": ids, "prompt_length": start, "group": ids[:start]}
@@ -330,9 +396,14 @@ def _torch_records(path: Path) -> Iterator[Record]:
         samples, raw = data["samples"], data.get("raw_reward")
     except Exception as problem:
         text = " ".join(str(problem).split())[:100]
-        raise UserError(f"{path}: is no training data of slime, format 2 ({text}); use --dump-details") from None
+        raise UserError(
+            f"{path}: is no training data of slime, format 2 ({text}); use --dump-details"
+        ) from None
     for index, sample in enumerate(samples):
-        row = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items()}
+        row = {
+            name: value.tolist() if hasattr(value, "tolist") else value
+            for name, value in sample.items()
+        }
         if raw is not None and len(raw) == len(samples):
             row["rewards"] = raw[row.get("rollout_position", index)]
         yield f"{path} sample {index}", row
@@ -340,9 +411,13 @@ def _torch_records(path: Path) -> Iterator[Record]:
 
 def slime(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """Slime's training data (--dump-details or --save-debug-train-data): a dict of torch in {rollout_id}.pt, format 2."""
-    columns = "logp=log_probs behavior_logp=rollout_log_probs ref_logp=ref_log_probs entropy=entropy "
+    columns = (
+        "logp=log_probs behavior_logp=rollout_log_probs ref_logp=ref_log_probs entropy=entropy "
+    )
     columns += "advantage=advantages reward=rewards token_id=tokens"
-    used = "response_lengths loss_masks total_lengths rollout_position data_parallel_rank sample_index"
+    used = (
+        "response_lengths loss_masks total_lengths rollout_position data_parallel_rank sample_index"
+    )
     for where, row in records:
         values, length = _renamed(row, columns, told, used), int(row["response_lengths"])
         start = len(row["tokens"]) - length
@@ -357,11 +432,17 @@ def slime(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]
 def open_instruct(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]:
     """open-instruct's {run}_rollouts_{shard}.jsonl (--save_traces)."""
     told.notes[SAMPLERS] = None
-    columns = "step=step logp=logprobs advantage=advantage reward=reward group=prompt_idx env=dataset"
+    columns = (
+        "step=step logp=logprobs advantage=advantage reward=reward group=prompt_idx env=dataset"
+    )
     for where, record in records:
-        prompt, response = (_integers(record.get(n), n, where) for n in ("prompt_tokens", "response_tokens"))
+        prompt, response = (
+            _integers(record.get(n), n, where) for n in ("prompt_tokens", "response_tokens")
+        )
         if record.get("logprobs") is None:
-            raise UserError(f"{where}: no logprobs; run open-instruct with log-probabilities of the sampler")
+            raise UserError(
+                f"{where}: no logprobs; run open-instruct with log-probabilities of the sampler"
+            )
         values = {"step": None, "token_id": prompt + response, "prompt_length": len(prompt)}
         yield where, values | _renamed(record, columns, told, "prompt_tokens response_tokens")
 
@@ -390,10 +471,15 @@ def verifiers(records: Iterator[Record], _: Options, told: Told) -> Iterator[Rec
                     told.notes[SAMPLERS] = None
                     values["logp"] = values.pop("behavior_logp")
                 start = mask.index(1) if 1 in mask else len(ids)
-                yield where, {**whole, **values, "token_id": ids, "mask": mask, "prompt_length": start}
+                yield (
+                    where,
+                    {**whole, **values, "token_id": ids, "mask": mask, "prompt_length": start},
+                )
 
 
-def _branches(nodes: list[dict[str, Any]], where: str) -> Iterator[list[tuple[dict[str, Any], bool]]]:
+def _branches(
+    nodes: list[dict[str, Any]], where: str
+) -> Iterator[list[tuple[dict[str, Any], bool]]]:
     """The paths from the root to each leaf of a tree of messages, and whether each message is new."""
     counted = set[int]()
     for leaf in sorted(set(range(len(nodes))) - {node.get("parent") for node in nodes}):
@@ -401,8 +487,13 @@ def _branches(nodes: list[dict[str, Any]], where: str) -> Iterator[list[tuple[di
         while (parent := nodes[path[0]].get("parent")) is not None:
             path.insert(0, parent)
         if any(not nodes[index].get("token_ids") for index in path):
-            raise UserError(f"{where}: a message has no token_ids; run with verifiers' TrainClient, which stores them")
-        yield [(nodes[index] | {"mask": nodes[index].get("mask") or []}, index not in counted) for index in path]
+            raise UserError(
+                f"{where}: a message has no token_ids; run with verifiers' TrainClient, which stores them"
+            )
+        yield [
+            (nodes[index] | {"mask": nodes[index].get("mask") or []}, index not in counted)
+            for index in path
+        ]
         counted |= set(path)
 
 
@@ -440,7 +531,9 @@ def prime_rl(records: Iterator[Record], __: Options, told: Told) -> Iterator[Rec
             if values is None and place >= 5:
                 values = [None] * count
             if not isinstance(values, list) or len(values) != count:
-                raise UserError(f"{where}: {theirs} is no list of {count} values like token_ids; export the step again")
+                raise UserError(
+                    f"{where}: {theirs} is no list of {count} values like token_ids; export the step again"
+                )
             given[ours] = [number(value, theirs, where) for value in values]
         _renamed(record, PRIME_RL, told, known)
         tokens = pd.DataFrame(given, dtype=float)
@@ -450,10 +543,18 @@ def prime_rl(records: Iterator[Record], __: Options, told: Told) -> Iterator[Rec
             mask = part["mask"] > 0
             if not mask.any():
                 continue
-            row: dict[str, Any] = {n: part[n].tolist() for n in _TOKEN if n in part and part[n].notna().any()}
-            row |= {"token_id": part["token_id"].astype(int).tolist(), "env": record.get("env_name")}
+            row: dict[str, Any] = {
+                n: part[n].tolist() for n in _TOKEN if n in part and part[n].notna().any()
+            }
+            row |= {
+                "token_id": part["token_id"].astype(int).tolist(),
+                "env": record.get("env_name"),
+            }
             # A log-probability that is not finite is null.
-            row |= {"prompt_length": int(mask.argmax()), "mask": (mask & part["logp"].notna()).astype(int).tolist()}
+            row |= {
+                "prompt_length": int(mask.argmax()),
+                "mask": (mask & part["logp"].notna()).astype(int).tolist(),
+            }
             for reward in part["reward"][mask].dropna().tolist()[:1]:
                 row |= {"reward": reward, "reward_parts": {"total": reward}}
             yield where, row
@@ -465,7 +566,8 @@ class Format:
 
     patterns: str  # of its files in the folder, separated by spaces; the first that has any
     name: str  # regular expression of their paths; its group is the step
-    rows: Callable[[Iterator[Record], Options, Told], Iterator[Record]]  # records of one step -> rows of COLUMNS
+    # records of one step -> rows of COLUMNS
+    rows: Callable[[Iterator[Record], Options, Told], Iterator[Record]]
     written: str  # how its trainer writes token IDs, log-probabilities and advantages
     a_step: bool = True  # whether a file has one step, so that steps are read one after the other
     records: Callable[[Path], Iterator[Record]] = read_file

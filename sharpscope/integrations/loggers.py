@@ -53,7 +53,8 @@ def export(
     paths = {Path(run_dir).resolve().name: run_dir for run_dir in run_dirs}
     if len(paths) < len(run_dirs):
         raise UserError("runs: two folders have one name; export them separately")
-    writers: dict[str, Callable[[int, dict[str, float]], Any]] = {}  # which write the scalars of a step
+    # which write the scalars of a step
+    writers: dict[str, Callable[[int, dict[str, float]], Any]] = {}
     sent = {name: set[tuple[int, str]]() for name in paths}
     try:
         with ExitStack() as stack:
@@ -61,9 +62,15 @@ def export(
                 runs = {name: load_run(path) for name, path in paths.items()}
                 for name, run in runs.items():
                     if name not in writers:
-                        writers[name] = _LOGGERS[to](stack, Path(out), name, run.config, project, online)
+                        writers[name] = _LOGGERS[to](
+                            stack, Path(out), name, run.config, project, online
+                        )
                     for step, row in scalars(run).items():
-                        new = {key: value for key, value in row.items() if (step, key) not in sent[name]}
+                        new = {
+                            key: value
+                            for key, value in row.items()
+                            if (step, key) not in sent[name]
+                        }
                         sent[name] |= {(step, key) for key in new}
                         if new:
                             writers[name](step, new)
@@ -79,9 +86,15 @@ def scalars(run: Run) -> dict[int, dict[str, float]]:
     result: dict[int, dict[str, float]] = {}
     for table, pattern in _NAMES.items():
         numbers = [c.name for c in TABLES[table].columns if c.type[:3] in ("int", "flo")]
-        names = ["value", "std_error"] if table == "probes" else [n for n in numbers if n not in TABLES[table].key]
+        names = (
+            ["value", "std_error"]
+            if table == "probes"
+            else [n for n in numbers if n not in TABLES[table].key]
+        )
         for row in getattr(run, table).to_dict("records"):
-            label = "/".join(part for part in pattern.format(**row).split("/") if part not in ("", "None"))
+            label = "/".join(
+                part for part in pattern.format(**row).split("/") if part not in ("", "None")
+            )
             label += "" if pd.isna(row.get("rho")) else f"/rho{row['rho']:g}"
             for name in names if row.get("quantity") != "density" else ():
                 if pd.notna(row[name]) and math.isfinite(row[name]):
@@ -99,7 +112,9 @@ _NAMES = {
 """Table -> beginning of its scalars' names, before the column's."""
 
 
-def _tensorboard(stack: ExitStack, out: Path, name: str, _config: Any, _project: str, _online: bool) -> Any:
+def _tensorboard(
+    stack: ExitStack, out: Path, name: str, _config: Any, _project: str, _online: bool
+) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     writer: Any = stack.enter_context(SummaryWriter(str(out / name)))
@@ -110,7 +125,12 @@ def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, on
     import wandb
 
     out.mkdir(parents=True, exist_ok=True)
-    quiet: dict[str, Any] = {"x_disable_stats": True, "x_disable_meta": True, "disable_code": True, "disable_git": True}
+    quiet: dict[str, Any] = {
+        "x_disable_stats": True,
+        "x_disable_meta": True,
+        "disable_code": True,
+        "disable_git": True,
+    }
     settings = wandb.Settings(**quiet, console="off", silent=not online)
     mode: Any = "online" if online else "offline"  # whatever the environment says
     given: dict[str, Any] = {"project": project, "name": name, "config": config, "dir": str(out)}

@@ -20,16 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.config.methods import parse_method
-from sharpscope.config.token_weights import UniformWeight
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import Recorder, dropout_of
-from sharpscope.integrations.guard import ended_by
-from sharpscope.integrations.steps import Work, prompt_texts, sequences_of
-from sharpscope.objective import Method, k3
+from sharpscope.methods import Method
+from sharpscope.methods.loss import k3
+from sharpscope.methods.named import parse_method
+from sharpscope.methods.token_weights import UniformWeight
 from sharpscope.policy import Rollouts
-from sharpscope.probes import guarded
+from sharpscope.policy.guard import guarded
+from sharpscope.recording.core import Recorder, dropout_of
+from sharpscope.recording.guard import ended_by
 from sharpscope.recording.observers import StepObserver
+from sharpscope.recording.steps import Work, prompt_texts, sequences_of
 
 
 def record(
@@ -81,12 +82,22 @@ def record(
         UserError: the trainer, an option or the folder cannot be used; the message names it.
     """
     judge = correct if correct is None or callable(correct) else partial(lt, float(correct))
-    options: dict[str, Any] = {"recording": recording, "correct": judge, "critical": critical_sharpness}
+    options: dict[str, Any] = {
+        "recording": recording,
+        "correct": judge,
+        "critical": critical_sharpness,
+    }
     if rotation is not None:
         if isinstance(rotation, str):
-            rotation = parse_method(rotation).with_preset("auto", "paper").model_copy(update={"name": rotation})
+            rotation = (
+                parse_method(rotation)
+                .with_preset("auto", "paper")
+                .model_copy(update={"name": rotation})
+            )
         if rotation.tokens is None and isinstance(rotation.weight, UniformWeight):
-            raise UserError(f"rotation = {rotation.name!r}: has no token weights; give one such as grpo-sg")
+            raise UserError(
+                f"rotation = {rotation.name!r}: has no token weights; give one such as grpo-sg"
+            )
         options["rotate"] = rotation
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         wrong = f"{optimizer!r} is no optimizer; name the folder"
@@ -94,12 +105,18 @@ def record(
     if not isinstance(model, nn.Module):
         return _record_trainer(model, out, task, options)
     if optimizer is None or tokenizer is None:
-        raise UserError("record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)")
+        raise UserError(
+            "record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)"
+        )
     options |= {"temperature": temperature, "task": task or "loop"}
-    return LoopRecorder(model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options)
+    return LoopRecorder(
+        model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options
+    )
 
 
-def _record_trainer(trainer: Any, out: str | Path, task: str | None, options: dict[str, Any]) -> Any:
+def _record_trainer(
+    trainer: Any, out: str | Path, task: str | None, options: dict[str, Any]
+) -> Any:
     """The recorder of a trainer, after its checks."""
     from transformers import Trainer
 
@@ -110,7 +127,9 @@ def _record_trainer(trainer: Any, out: str | Path, task: str | None, options: di
         raise UserError(f"record: {name} is no trainer and no torch module; give one of them")
     grpo = "GRPOTrainer" in (kind.__name__ for kind in kinds)
     if "rotate" in options and not grpo:
-        raise UserError(f"rotation: {name} has no surrogate that token weights multiply; leave it out")
+        raise UserError(
+            f"rotation: {name} has no surrogate that token weights multiply; leave it out"
+        )
     if any(kind.__module__.startswith("trl.") for kind in kinds):
         from sharpscope.integrations.trl import GrpoRecorder, check_grpo, check_version
 
@@ -140,7 +159,11 @@ class LoopRecorder(Recorder):
     ) -> None:
         self.period, self.work = updates, Work(epochs=updates)
         name, lr = f"loop with {type(optimizer).__name__}", float(optimizer.param_groups[0]["lr"])
-        self.info = {"method": "loop", "notes": ["recorded from a training loop"], "trainer": {"name": name}}
+        self.info = {
+            "method": "loop",
+            "notes": ["recorded from a training loop"],
+            "trainer": {"name": name},
+        }
         options |= {"lr": lr, "seed": torch.initial_seed() % 2**31}
         super().__init__(getattr(model, "module", model), tokenizer, out, **options)
         self._loss_fn: Callable[[], Tensor | float] | None = None
@@ -189,7 +212,12 @@ class LoopRecorder(Recorder):
         given = {name: value for name, value in (values | per_row).items() if value is not None}
         self.in_step(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
 
-    def step(self, loss: Tensor | float | None = None, *, loss_fn: Callable[[], Tensor | float] | None = None) -> None:
+    def step(
+        self,
+        loss: Tensor | float | None = None,
+        *,
+        loss_fn: Callable[[], Tensor | float] | None = None,
+    ) -> None:
         """The gradient of an update is complete and not clipped; `optimizer.step()` follows.
 
         Args:
@@ -210,7 +238,9 @@ class LoopRecorder(Recorder):
     def __enter__(self) -> LoopRecorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self.close(error)
 
     def _at_exit(self) -> None:
@@ -219,14 +249,25 @@ class LoopRecorder(Recorder):
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
-    def _tokens(self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]) -> None:
+    def _tokens(
+        self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]
+    ) -> None:
         started = time.perf_counter()
         (n, length), width = ids.shape, mask.shape[1]
-        if len(logp) != n or len(mask) != n or logp.shape[1] not in (width, width - 1) or width > length:
+        if (
+            len(logp) != n
+            or len(mask) != n
+            or logp.shape[1] not in (width, width - 1)
+            or width > length
+        ):
             shapes = f"logp {tuple(logp.shape)}, input_ids {tuple(ids.shape)} and completion_mask {tuple(mask.shape)}"
-            raise UserError(f"record: {shapes} do not fit; give (n, W), (n, L) and (n, W) or (n, W + 1)")
+            raise UserError(
+                f"record: {shapes} do not fit; give (n, W), (n, L) and (n, W) or (n, W + 1)"
+            )
         if not logp.requires_grad:
-            raise UserError("record: logp does not require a gradient; give what the loss is made of, before backward")
+            raise UserError(
+                "record: logp does not require a gradient; give what the loss is made of, before backward"
+            )
         self.given |= frozenset(given)
         if "rewards" not in given and not self.rules:
             rules = ("dead_groups", "truncation", "reward_constant", "reward_collapse")
@@ -262,11 +303,16 @@ class LoopRecorder(Recorder):
             logp.register_hook(partial(hook, keep, mine))
         self._step.seconds["recording_s"] += time.perf_counter() - started
 
-    def _pieces(self, rollouts: Rollouts, opened: Callable[[list[int]], int]) -> list[tuple[int, Tensor, Tensor]]:
+    def _pieces(
+        self, rollouts: Rollouts, opened: Callable[[list[int]], int]
+    ) -> list[tuple[int, Tensor, Tensor]]:
         """Batches that the micro-batch's rows belong to, with the rows in each and here; rows that are new become a batch."""
         keys = []
-        for texts in zip(prompt_texts(rollouts, self.policy.tokenizer), rollouts.texts, strict=True):
-            keys.append((texts, self._seen[texts]))  # of two rows with the same texts the second is another
+        for texts in zip(
+            prompt_texts(rollouts, self.policy.tokenizer), rollouts.texts, strict=True
+        ):
+            # of two rows with the same texts the second is another
+            keys.append((texts, self._seen[texts]))
             self._seen[texts] += 1
         new = [row for row, key in enumerate(keys) if key not in self._rows]
         serial = opened(new) if new else 0
@@ -278,19 +324,37 @@ class LoopRecorder(Recorder):
         return [(batch, *torch.tensor(pairs).T) for batch, pairs in pieces.items()]
 
     def _open(
-        self, rollouts: Rollouts, known: Callable[[str, Tensor], Tensor], given: dict[str, Any], new: list[int]
+        self,
+        rollouts: Rollouts,
+        known: Callable[[str, Tensor], Tensor],
+        given: dict[str, Any],
+        new: list[int],
     ) -> int:
         """Add the rows `new` of a micro-batch as a batch to the step; returns its number."""
         n, device, inside = len(rollouts), rollouts.group.device, rollouts.completion_mask.bool()
-        total = torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32).detach().to(device)
-        advantage = torch.as_tensor(given.get("advantages", [0.0] * n), dtype=torch.float64).detach()
+        total = (
+            torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32)
+            .detach()
+            .to(device)
+        )
+        advantage = torch.as_tensor(
+            given.get("advantages", [0.0] * n), dtype=torch.float64
+        ).detach()
         if advantage.dim() == 2:
             alone = advantage.shape[1] == 1
-            advantage = advantage[:, 0] if alone else known("advantages", torch.zeros_like(inside, dtype=torch.float64))
-        lasts = [row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)]
+            advantage = (
+                advantage[:, 0]
+                if alone
+                else known("advantages", torch.zeros_like(inside, dtype=torch.float64))
+            )
+        lasts = [
+            row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)
+        ]
         whole = replace(
             rollouts.with_reward(total),
-            truncated=torch.tensor([not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device),
+            truncated=torch.tensor(
+                [not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device
+            ),
             behavior_logp=known("sampler_logp", rollouts.behavior_logp),
         )
         rows = torch.tensor(new, device=device)
@@ -298,9 +362,12 @@ class LoopRecorder(Recorder):
         groups = given.get("groups", [(self._serial, row) for row in range(n)])
         groups = groups.tolist() if isinstance(groups, Tensor) else groups
         made = self.open_batch(part, advantage.to(device)[rows], [groups[row] for row in new])
-        if "old_logp" in given and self._step.updates:  # the present policy is not that of the step's start
+        # the present policy is not that of the step's start
+        if "old_logp" in given and self._step.updates:
             stats = made.tokens.stats
-            old = known("old_logp", torch.zeros_like(inside, dtype=stats.logp.dtype))[rows][:, : stats.logp.shape[1]]
+            old = known("old_logp", torch.zeros_like(inside, dtype=stats.logp.dtype))[rows][
+                :, : stats.logp.shape[1]
+            ]
             made.tokens.stats = replace(stats, logp=old.to(stats.logp))
         return made.serial
 
@@ -322,9 +389,15 @@ class LoopRecorder(Recorder):
 
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of a step's first update."""
-        function, factor = self._loss_fn, None if dropout_of(self.model) else self._step.gradient[2]  # of another loss
+        # of another loss
+        function, factor = (
+            self._loss_fn,
+            None if dropout_of(self.model) else self._step.gradient[2],
+        )
         if function is None:
-            self._warn("probe", "info", "critical sharpness is not measured: step() was not given loss_fn")
+            self._warn(
+                "probe", "info", "critical sharpness is not measured: step() was not given loss_fn"
+            )
             return
 
         def value() -> float:

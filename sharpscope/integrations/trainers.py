@@ -25,13 +25,13 @@ from transformers import TrainerCallback
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import Recorder, dropout_of, original_forward
-from sharpscope.integrations.guard import ended_by
-from sharpscope.integrations.steps import Work, sequences_of
+from sharpscope.policy.guard import guarded
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import reshard
-from sharpscope.probes import guarded
+from sharpscope.recording.core import Recorder, dropout_of, original_forward
+from sharpscope.recording.guard import ended_by
 from sharpscope.recording.observers import StepObserver
+from sharpscope.recording.steps import Work, sequences_of
 from sharpscope.rules.table import OF_ROLLOUTS
 
 IGNORED = -100
@@ -39,7 +39,14 @@ _LAUNCHES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
 #: Classes of TRL whose loss is a function of log-probabilities that the recorder knows.
 _OF_TRL = ("SFTTrainer", "DPOTrainer", "_BaseTrainer", "BaseTrainer")
-_KNOWN_INPUTS = {"input_ids", "attention_mask", "labels", "completion_mask", "use_cache", "num_items_in_batch"} | {
+_KNOWN_INPUTS = {
+    "input_ids",
+    "attention_mask",
+    "labels",
+    "completion_mask",
+    "use_cache",
+    "num_items_in_batch",
+} | {
     "ref_chosen_logps",
     "ref_rejected_logps",
 }
@@ -52,7 +59,9 @@ class TrainerRecorder(Recorder):
     wrapped: ClassVar[Mapping[str, str]] = {"train": "_train", "training_step": "_training_step"}
     fields = "trl"
 
-    def __init__(self, trainer: Any, out: str | Path, label: str, notes: Sequence[str], **options: Any) -> None:
+    def __init__(
+        self, trainer: Any, out: str | Path, label: str, notes: Sequence[str], **options: Any
+    ) -> None:
         self.trainer, args, name = trainer, trainer.args, type(trainer).__name__
         arguments = json.loads(json.dumps(args.to_dict(), default=str))
         about = {"name": name, "loss_type": arguments.get("loss_type"), "arguments": arguments}
@@ -67,8 +76,11 @@ class TrainerRecorder(Recorder):
             compute=torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None,
             **options,
         )
-        self._kept: list[Callable[[], Any]] = []  # losses of the micro-batches of the update that is measured
-        self._instance = {name: vars(trainer)[name] for name in self.wrapped if name in vars(trainer)}
+        # losses of the micro-batches of the update that is measured
+        self._kept: list[Callable[[], Any]] = []
+        self._instance = {
+            name: vars(trainer)[name] for name in self.wrapped if name in vars(trainer)
+        }
         self._original = {name: getattr(trainer, name) for name in self.wrapped}
         for name, original in self.wrapped.items():
             setattr(trainer, name, getattr(self, original))
@@ -112,7 +124,9 @@ class TrainerRecorder(Recorder):
         """Begin the recording: the trainer knows the length of the training and has its optimizer."""
         trainer, accumulation = self.trainer, self.trainer.args.gradient_accumulation_steps
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-        steps = math.ceil(int(trainer.state.max_steps) * accumulation / max(self.period, accumulation))
+        steps = math.ceil(
+            int(trainer.state.max_steps) * accumulation / max(self.period, accumulation)
+        )
         self.begin(optimizer, steps, int(trainer.state.global_step))
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -126,7 +140,9 @@ class TrainerRecorder(Recorder):
 
     def _micro_step_done(self, loss: Tensor, started: float, before: float) -> None:
         step = self._step  # what was generated and recorded meanwhile is no training
-        step.seconds["training_s"] += time.perf_counter() - started - (sum(step.seconds.values()) - before)
+        step.seconds["training_s"] += (
+            time.perf_counter() - started - (sum(step.seconds.values()) - before)
+        )
         step.micro += 1
         step.losses.append(loss.detach())
 
@@ -140,14 +156,17 @@ class TrainerRecorder(Recorder):
         distributed.gather(None)
         before, kept = dict(vars(trainer)), dict(accelerator)
         metrics = copy.deepcopy(before.get("_metrics"))
-        if getattr(trainer, "top_entropy_quantile", 1.0) == 1.0:  # otherwise it is for metrics alone
+        # otherwise it is for metrics alone
+        if getattr(trainer, "top_entropy_quantile", 1.0) == 1.0:
             accelerator |= dict.fromkeys(_EXCHANGES, lambda values, *_, **__: values)
         try:
             with guarded(model), original_forward(model), torch.no_grad():
-                model.training = True  # of the model alone: TRL's normalizers of training, dropout off
+                # of the model alone: TRL's normalizers of training, dropout off
+                model.training = True
                 total = sum(float(loss()) for loss in self._kept)
         finally:
-            reshard(model)  # else the next update's forward pass would find weights from before this one
+            # else the next update's forward pass would find weights from before this one
+            reshard(model)
             for name in set(accelerator) - set(kept):
                 del accelerator[name]
             accelerator.update(kept)
@@ -161,9 +180,15 @@ class TrainerRecorder(Recorder):
         if self._kept:
             start, (loss, _, factor) = self.loss_again(), self._step.gradient
             # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
-            same = not dropout_of(self.model) if self.work.generated else math.isclose(start, loss, rel_tol=1e-2)
+            same = (
+                not dropout_of(self.model)
+                if self.work.generated
+                else math.isclose(start, loss, rel_tol=1e-2)
+            )
             clip = factor if same else None
-            observer.critical(self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip)
+            observer.critical(
+                self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip
+            )
         self._kept = []
 
 
@@ -183,14 +208,25 @@ def check_setup(trainer: Any) -> None:
     """Check the trainer's class and launch, and that its loss does not hide the log-probabilities."""
     args, accelerator, name = trainer.args, trainer.accelerator, type(trainer).__name__
     kind = str(accelerator.distributed_type.value)
-    unsloth = name.startswith("Unsloth") or any("unsloth" in each.__module__ for each in type(trainer).__mro__)
+    unsloth = name.startswith("Unsloth") or any(
+        "unsloth" in each.__module__ for each in type(trainer).__mro__
+    )
     liger = getattr(trainer, "use_liger_kernel", False) or getattr(args, "use_liger_kernel", False)
     hidden = "computes the loss without per-token log-probabilities"
     refuse(
-        (hasattr(trainer, "_sharpscope"), "this trainer is recorded already; call detach() on that recorder first"),
-        (unsloth, f"{name} computes its loss without per-token log-probabilities; use TRL's own class"),
+        (
+            hasattr(trainer, "_sharpscope"),
+            "this trainer is recorded already; call detach() on that recorder first",
+        ),
+        (
+            unsloth,
+            f"{name} computes its loss without per-token log-probabilities; use TRL's own class",
+        ),
         (liger, f"use_liger_kernel = True {hidden}; set it to False"),
-        (kind == "DEEPSPEED", "DeepSpeed is not supported; start the trainer without it (DDP and FSDP2 are recorded)"),
+        (
+            kind == "DEEPSPEED",
+            "DeepSpeed is not supported; start the trainer without it (DDP and FSDP2 are recorded)",
+        ),
     )
     if kind == "FSDP":
         plugin, optim = accelerator.state.fsdp_plugin, str(getattr(args.optim, "value", args.optim))
@@ -198,16 +234,37 @@ def check_setup(trainer: Any) -> None:
         version, other = plugin.fsdp_version, "set gradient_checkpointing = True in its place"
         parallel = getattr(accelerator.state, "parallelism_config", None) is not None
         refuse(
-            (not accelerator.is_fsdp2, f"fsdp_version = {version} is not supported; set it to 2, or use DDP"),
-            (offloaded, "FSDP with weights offloaded to the CPU is not supported; set offload_params to False"),
-            (plugin.activation_checkpointing, f"FSDP's activation_checkpointing renames layers; {other}"),
+            (
+                not accelerator.is_fsdp2,
+                f"fsdp_version = {version} is not supported; set it to 2, or use DDP",
+            ),
+            (
+                offloaded,
+                "FSDP with weights offloaded to the CPU is not supported; set offload_params to False",
+            ),
+            (
+                plugin.activation_checkpointing,
+                f"FSDP's activation_checkpointing renames layers; {other}",
+            ),
             (parallel, "FSDP with a parallelism_config; leave it out"),
-            (has_adapters(accelerator.unwrap_model(trainer.model)), "FSDP with adapters (peft); use DDP"),
-            (not optim.startswith("adamw"), f"optim = {optim} with FSDP is not supported; use adamw_torch"),
+            (
+                has_adapters(accelerator.unwrap_model(trainer.model)),
+                "FSDP with adapters (peft); use DDP",
+            ),
+            (
+                not optim.startswith("adamw"),
+                f"optim = {optim} with FSDP is not supported; use adamw_torch",
+            ),
         )
     refuse(
-        (args.n_gpu > 1, f"{args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them"),
-        (kind not in _LAUNCHES, f"distributed_type {kind} is not supported; start one process, or use DDP or FSDP2"),
+        (
+            args.n_gpu > 1,
+            f"{args.n_gpu} GPUs in one process (DataParallel); set CUDA_VISIBLE_DEVICES to one of them",
+        ),
+        (
+            kind not in _LAUNCHES,
+            f"distributed_type {kind} is not supported; start one process, or use DDP or FSDP2",
+        ),
         (args.fp16, "fp16 = True scales the loss by a changing factor; use bf16 or float32"),
     )
 
@@ -215,14 +272,28 @@ def check_setup(trainer: Any) -> None:
 def check_supervised(trainer: Any) -> str:
     """Check that a trainer of given completions can be recorded; return `sft` or `dpo`."""
     of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    refuse(*((kind not in _OF_TRL, f"TRL's {kind} is not recorded; its loss is not known") for kind in of_trl))
+    refuse(
+        *(
+            (kind not in _OF_TRL, f"TRL's {kind} is not recorded; its loss is not known")
+            for kind in of_trl
+        )
+    )
     check_setup(trainer)
     args, smoothing = trainer.args, float(getattr(trainer.args, "label_smoothing_factor", 0.0))
     several = "True puts several sequences into one row; set it to False"
     refuse(
-        (smoothing > 0, f"label_smoothing_factor = {smoothing:g} adds a term that no token has; set it to 0"),
-        (trainer.compute_loss_func is not None, "compute_loss_func replaces the model's loss; leave it out"),
-        *((getattr(args, name, False), f"{name} = {several}") for name in ("packing", "padding_free")),
+        (
+            smoothing > 0,
+            f"label_smoothing_factor = {smoothing:g} adds a term that no token has; set it to 0",
+        ),
+        (
+            trainer.compute_loss_func is not None,
+            "compute_loss_func replaces the model's loss; leave it out",
+        ),
+        *(
+            (getattr(args, name, False), f"{name} = {several}")
+            for name in ("packing", "padding_free")
+        ),
     )
     return "dpo" if "DPOTrainer" in of_trl else "sft"
 
@@ -234,14 +305,26 @@ class SupervisedRecorder(TrainerRecorder):
     given = frozenset({"loss", "timing"})
     rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
-    def __init__(self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, **options: Any) -> None:
+    def __init__(
+        self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, **options: Any
+    ) -> None:
         # Options by which the loss has factors without a gradient.
         factors = {"loss_type": "dft", "use_weighting": True}
-        held = [f"{name} = {value!r}" for name, value in factors.items() if getattr(trainer.args, name, None) == value]
+        held = [
+            f"{name} = {value!r}"
+            for name, value in factors.items()
+            if getattr(trainer.args, name, None) == value
+        ]
         self.pairs = kind == "dpo"
         reference = self.pairs and not getattr(trainer.args, "precompute_ref_log_probs", False)
-        self.work = Work(rows=rows_of_update(trainer.args) * (2 if self.pairs else 1), reference=reference)
-        notes = [f"DPO with beta = {trainer.beta:g}; group: pair, first the chosen"] if self.pairs else []
+        self.work = Work(
+            rows=rows_of_update(trainer.args) * (2 if self.pairs else 1), reference=reference
+        )
+        notes = (
+            [f"DPO with beta = {trainer.beta:g}; group: pair, first the chosen"]
+            if self.pairs
+            else []
+        )
         if held and critical:
             critical = 0
             why = f"{held[0]} multiplies the loss by factors that its gradient treats as constants"
@@ -275,9 +358,15 @@ class SupervisedRecorder(TrainerRecorder):
         """Add the micro-batch to the step, and take the coefficients of its tokens from what was found in its loss."""
         text = f"the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities"
         odd = ", ".join(f"'{key}'" for key in sorted(set(inputs) - _KNOWN_INPUTS))
-        refuse((not found.kind, text), (odd, f"the batch has the input {odd}, which probes do not get"))
+        refuse(
+            (not found.kind, text), (odd, f"the batch has the input {odd}, which probes do not get")
+        )
         ids: Tensor = inputs["input_ids"]
-        present = torch.ones_like(ids) if inputs.get("attention_mask") is None else inputs["attention_mask"]
+        present = (
+            torch.ones_like(ids)
+            if inputs.get("attention_mask") is None
+            else inputs["attention_mask"]
+        )
         counted = inputs["completion_mask"].bool() if self.pairs else inputs["labels"] != IGNORED
         other = not self.pairs and bool((inputs["labels"][counted] != ids[counted]).any())
         refuse((other, "labels differ from the input's own tokens"))
@@ -289,7 +378,9 @@ class SupervisedRecorder(TrainerRecorder):
         keep = self._step.use(made.serial, torch.arange(n))
         tokens, number = int(mask.sum()), found.labels
         if found.kind == "log_probs":
-            self._step.gaps.append((sequences.gather(found.values.to(ours)) - ours).abs()[mask].cpu())
+            self._step.gaps.append(
+                (sequences.gather(found.values.to(ours)) - ours).abs()[mask].cpu()
+            )
         elif number and tokens:  # the model's loss is −Σ log π / N
             gap = abs(float(found.values) * number + float(ours[mask].double().sum())) / tokens
             self._step.gaps.append(torch.full((tokens,), gap))

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
-from sharpscope.config.method import PpoClip
 from sharpscope.errors import UserError
-from sharpscope.integrations.core import dropout_of
-from sharpscope.integrations.steps import Work
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
-from sharpscope.objective import gradient_killed, k3
+from sharpscope.methods.loss import gradient_killed, k3
+from sharpscope.methods.method import PpoClip
 from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.head import backbone
 from sharpscope.policy.token_stats import flat_stats, spread
+from sharpscope.recording.core import dropout_of
+from sharpscope.recording.steps import Work
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 OLDEST, OLDEST_OF_DPO, NEWEST = (1, 0), (1, 16), (1, 16)
@@ -51,10 +51,17 @@ def check_version(dpo: bool) -> None:
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     old = installed in EXCLUDED or numbers < OLDEST
     refuse((old, f"TRL {installed} is not supported; pip install 'trl>=1.0,!=1.15.0'"))
-    refuse((dpo and numbers < OLDEST_OF_DPO, f"DPO with TRL {installed} is not supported; pip install 'trl>=1.16'"))
+    refuse(
+        (
+            dpo and numbers < OLDEST_OF_DPO,
+            f"DPO with TRL {installed} is not supported; pip install 'trl>=1.16'",
+        )
+    )
     if numbers > NEWEST:
         newest = "{}.{}".format(*NEWEST)
-        warnings.warn(f"TRL {installed} is newer than {newest}, the newest that was tested", stacklevel=3)
+        warnings.warn(
+            f"TRL {installed} is newer than {newest}, the newest that was tested", stacklevel=3
+        )
 
 
 def check_grpo(trainer: Any) -> None:
@@ -86,19 +93,28 @@ class GrpoRecorder(TrainerRecorder):
         "_get_per_token_logps_and_entropies": "_logps",
     }
 
-    def __init__(self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any) -> None:
+    def __init__(
+        self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any
+    ) -> None:
         args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
-        notes = [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"] if held else []
+        notes = (
+            [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"]
+            if held
+            else []
+        )
         for name, off in (("min_p", None), ("repetition_penalty", 1.0)):
             if (value := getattr(args, name, off)) not in (off, None):
-                notes.append(f"completions were drawn with {name} = {value:g}, which log-probabilities do not show")
+                notes.append(
+                    f"completions were drawn with {name} = {value:g}, which log-probabilities do not show"
+                )
         self.group_size, self.period = int(trainer.num_generations), generate_every(trainer)
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
         parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
         self.work = Work(int(trainer.num_iterations), parts, rows_of_update(args), generated=True)
         # Whether the first update of a step uses all its completions, so that their statistics can come from its loss.
-        whole = int(args.steps_per_generation) <= args.gradient_accumulation_steps  # `parts` rounds down
+        # `parts` rounds down
+        whole = int(args.steps_per_generation) <= args.gradient_accumulation_steps
         whole &= distributed.world_size() == 1
         self._can_read_loss = whole and not args.torch_compile and not dropout_of(trainer.model)
         self._reads_loss = False
@@ -131,16 +147,22 @@ class GrpoRecorder(TrainerRecorder):
         self._open(output, rewards, ids, total)
         self._step.seconds["recording_s"] += time.perf_counter() - done
 
-    def _open(self, output: dict[str, Any], rewards: Tensor, ids: list[list[int]], total: Tensor) -> None:
+    def _open(
+        self, output: dict[str, Any], rewards: Tensor, ids: list[list[int]], total: Tensor
+    ) -> None:
         """Add the new batch: measure π_old on it, and number its rows."""
         advantage = output["advantages"]
         if advantage.dim() != 1:
-            raise UserError(f"advantages have shape {tuple(advantage.shape)}; recording needs one a completion")
+            raise UserError(
+                f"advantages have shape {tuple(advantage.shape)}; recording needs one a completion"
+            )
         # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
         n, device = len(advantage), advantage.device
         mine = torch.arange(n) + distributed.rank() * n
         prompt = mine // self.group_size  # a group may be in two processes
-        rollouts = rollouts_of(output, ids, total[mine].to(device), self.policy.tokenizer, self.policy.eos_ids)
+        rollouts = rollouts_of(
+            output, ids, total[mine].to(device), self.policy.tokenizer, self.policy.eos_ids
+        )
         rollouts = replace(rollouts, group=(prompt - prompt[0]).to(device))
         number = self._serial // distributed.world_size()  # of the batch, the same in all processes
         names = self.trainer.reward_func_names
@@ -173,7 +195,9 @@ class GrpoRecorder(TrainerRecorder):
             return compute(*args, **kwargs)
         hook: Any = nullcontext()
         if self._reads_loss:
-            hook = backbone(self.model).register_forward_hook(lambda _, __, out: hidden.append(out.last_hidden_state))
+            hook = backbone(self.model).register_forward_hook(
+                lambda _, __, out: hidden.append(out.last_hidden_state)
+            )
         with hook:
             outputs = compute(*args, **kwargs)
         if outputs[0].requires_grad:
@@ -189,12 +213,16 @@ class GrpoRecorder(TrainerRecorder):
         serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
         if self._reads_loss and not self._step.updates:
             batch, width, head = self._step.batch(serial), logp.shape[1], self.policy.head
-            mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device), :width].bool()
+            mask = batch.rollout_batch.rollouts.completion_mask[
+                rows.to(batch.device), :width
+            ].bool()
             states = torch.cat(hidden).detach()[:, -width - 1 : -1][mask]
             states = states.to(torch.promote_types(head.weight.dtype, torch.float32))
             found = flat_stats(states, head, inputs["completion_ids"][mask], self.temperature)
             for name, values in found.items():
-                getattr(batch.tokens.stats, name)[rows.to(batch.device), :width] = spread(values, mask)
+                getattr(batch.tokens.stats, name)[rows.to(batch.device), :width] = spread(
+                    values, mask
+                )
         self._step.compare(serial, rows, logp)
         keep = self._step.use(serial, rows, token_loss(self.trainer, inputs, logp))
         logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
@@ -210,14 +238,22 @@ class GrpoRecorder(TrainerRecorder):
             known, numbers = inputs.get("old_per_token_logps"), inputs[ROW]
             if known is None:
                 logp = self._step.batch(int(numbers[0, 0])).tokens.stats.logp
-                known = logp[numbers[:, 1].to(logp.device)][:, : inputs["completion_ids"].shape[1]].to(numbers.device)
-            return self._original["_compute_loss"](self.model, inputs | {"old_per_token_logps": known})
+                known = logp[numbers[:, 1].to(logp.device)][
+                    :, : inputs["completion_ids"].shape[1]
+                ].to(numbers.device)
+            return self._original["_compute_loss"](
+                self.model, inputs | {"old_per_token_logps": known}
+            )
 
         self._kept.append(again)
 
 
 def rollouts_of(
-    output: dict[str, Any], ids: Sequence[Sequence[int]], reward: Tensor, tokenizer: Any, eos_ids: Any
+    output: dict[str, Any],
+    ids: Sequence[Sequence[int]],
+    reward: Tensor,
+    tokenizer: Any,
+    eos_ids: Any,
 ) -> Rollouts:
     """This process's part of TRL's batch as Rollouts of n rows, each a group of its own; `reward` is (n,).
 
@@ -235,11 +271,15 @@ def rollouts_of(
         attention_mask=torch.cat([output["prompt_mask"], present], 1).long(),
         completion_ids=output["completion_ids"],
         completion_mask=(mask if tools is None else mask * tools).long(),
-        behavior_logp=torch.full(mask.shape, torch.nan, device=mask.device) if sampler is None else sampler.float(),
+        behavior_logp=torch.full(mask.shape, torch.nan, device=mask.device)
+        if sampler is None
+        else sampler.float(),
         sampler_logp=None,
         group=torch.arange(len(mask), device=mask.device),
         truncated=~torch.tensor(ends, device=mask.device),
-        texts=tokenizer.batch_decode(contents, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+        texts=tokenizer.batch_decode(
+            contents, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        ),
     )
     return completions.with_reward(reward)
 
@@ -252,12 +292,20 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, 
         inside = inside & inputs["tool_mask"].bool()
     sequences = trainer.importance_sampling_level == "sequence"
     old, reference = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
-    change = deviation = torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
+    change = deviation = (
+        torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
+    )
     if sequences:
-        change = (change.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)).expand(logp.shape)
+        change = (change.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)).expand(
+            logp.shape
+        )
     ratio, advantage = change.exp(), inputs["advantages"][:, None].expand(logp.shape)
     clipped = _clipped(trainer, ratio, advantage)
-    made = {"ratio": torch.where(inside, ratio, 1.0), "log_ratio": deviation, "clipped": clipped * inside}
+    made = {
+        "ratio": torch.where(inside, ratio, 1.0),
+        "log_ratio": deviation,
+        "clipped": clipped * inside,
+    }
     if inputs.get("importance_sampling_ratio") is not None:
         made["correction"] = inputs["importance_sampling_ratio"]
     if reference is None:
@@ -282,6 +330,7 @@ def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
         return torch.zeros_like(ratio, dtype=torch.int32)
     low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
     killed = gradient_killed(PpoClip.model_construct(low=low, high=high), ratio, advantage)
-    if trainer.args.delta is not None:  # two-sided: a negative token with a ratio above delta has no gradient either
+    # two-sided: a negative token with a ratio above delta has no gradient either
+    if trainer.args.delta is not None:
         killed = torch.where((ratio > trainer.args.delta) & (advantage < 0), 1, killed)
     return killed

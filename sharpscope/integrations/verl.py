@@ -30,8 +30,8 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.completions import Completion, step_events, step_tables
-from sharpscope.integrations.guard import Guard, reason_of, warn_stopped
 from sharpscope.recording import run_folder
+from sharpscope.recording.guard import Guard, reason_of, warn_stopped
 from sharpscope.recording.norms import gradient_norms, layer_groups, update_norms
 from sharpscope.recording.rows import update_columns
 from sharpscope.recording.step import UpdateResult, UpdateTokens
@@ -55,7 +55,8 @@ def install(folder: str) -> None:
     @functools.wraps(step)  # keeps what verl's dispatcher reads from the function
     def train_mini_batch(self: Any, data: Any) -> Any:
         """As verl's; an actor's step is recorded."""
-        if any(name not in data for name in NEEDED):  # another worker: a critic, or supervised fine-tuning
+        # another worker: a critic, or supervised fine-tuning
+        if any(name not in data for name in NEEDED):
             return step(self, data)
         if not hasattr(self, "_sharpscope_recorder"):
             self._sharpscope_recorder = VerlRecorder(self, Path(folder))
@@ -81,10 +82,18 @@ def check_engine(config: Any) -> None:
     """
     if config.strategy not in ("fsdp", "fsdp2"):
         raise UserError(f"verl: strategy = {config.strategy} is not recorded; use fsdp2")
-    parts, dtype = config.ulysses_sequence_parallel_size, str((config.mixed_precision or {}).get("param_dtype", ""))
-    half = "mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32"
+    parts, dtype = (
+        config.ulysses_sequence_parallel_size,
+        str((config.mixed_precision or {}).get("param_dtype", "")),
+    )
+    half = (
+        "mixed_precision.param_dtype = fp16 scales the loss by a changing factor; use bf16 or fp32"
+    )
     for wrong, message in (
-        (config.use_fused_kernels, "use_fused_kernels = True gives no log-probabilities to hook; set it to False"),
+        (
+            config.use_fused_kernels,
+            "use_fused_kernels = True gives no log-probabilities to hook; set it to False",
+        ),
         (parts > 1, f"ulysses_sequence_parallel_size = {parts} divides sequences; set it to 1"),
         (dtype in ("fp16", "float16", "16", "16-mixed"), half),
     ):
@@ -136,7 +145,15 @@ class VerlRecorder(Guard):
         self.recording, self.rows = False, None
         warn_stopped(self.count + 1, error)
         if self.writer is not None:
-            event = Event(self.count + 1, "recorder", "error", math.nan, math.nan, "stop", reason_of(error)[:300])
+            event = Event(
+                self.count + 1,
+                "recorder",
+                "error",
+                math.nan,
+                math.nan,
+                "stop",
+                reason_of(error)[:300],
+            )
             with suppress(Exception):
                 self.writer.append("events", event.row())
             with suppress(Exception):
@@ -172,7 +189,9 @@ class VerlRecorder(Guard):
             self.groups = layer_groups(worker.engine.module) if whole else None
         mask, old = _dense(data["response_mask"]).bool(), _dense(data["old_log_probs"]).double()
         if old.shape[1] < mask.shape[1]:
-            raise UserError("verl: old_log_probs is shorter than response_mask, so tokens cannot be matched")
+            raise UserError(
+                "verl: old_log_probs is shorter than response_mask, so tokens cannot be matched"
+            )
         entropy = torch.full(mask.shape, torch.nan, dtype=torch.float64)
         if "entropy" in data:
             entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]]
@@ -185,8 +204,15 @@ class VerlRecorder(Guard):
 
         def watched(**given: Any) -> Any:  # in distillation verl also calls it with the logits
             """The loss of verl; hooks the log-probabilities that it differentiates."""
-            if torch.is_grad_enabled() and given.get("model_output", {}).get("log_probs") is not None:
-                self._timed(lambda: self.safely(lambda: self._watch(rows, given["model_output"], given["data"])))
+            if (
+                torch.is_grad_enabled()
+                and given.get("model_output", {}).get("log_probs") is not None
+            ):
+                self._timed(
+                    lambda: self.safely(
+                        lambda: self._watch(rows, given["model_output"], given["data"])
+                    )
+                )
             return inner(**given)
 
         def measured() -> float:
@@ -217,23 +243,40 @@ class VerlRecorder(Guard):
     def _updated(self, rows: _Rows, norm: float) -> None:
         """Take the norms of the update that verl has made, if it has (`norm` is finite), and of its gradient before clipping."""
         engine, config, size, layers = self.worker.engine, self.worker.engine_config, math.nan, None
-        optimizer, parameters = engine.optimizer, [p for p in engine.module.parameters() if p.requires_grad]
-        adam = isinstance(optimizer, torch.optim.AdamW) and not any(g["amsgrad"] for g in optimizer.param_groups)
+        optimizer, parameters = (
+            engine.optimizer,
+            [p for p in engine.module.parameters() if p.requires_grad],
+        )
+        adam = isinstance(optimizer, torch.optim.AdamW) and not any(
+            g["amsgrad"] for g in optimizer.param_groups
+        )
         if adam and math.isfinite(norm) and self.groups is not None:
-            gradient, moved = gradient_norms(parameters, self.groups), update_norms(optimizer, self.groups)
+            gradient, moved = (
+                gradient_norms(parameters, self.groups),
+                update_norms(optimizer, self.groups),
+            )
             clipped = gradient.total / norm if norm else 1.0
-            size, layers = moved.total, ({name: v / clipped for name, v in gradient.layers.items()}, moved.layers)
+            size, layers = (
+                moved.total,
+                ({name: v / clipped for name, v in gradient.layers.items()}, moved.layers),
+            )
         elif adam and math.isfinite(norm):
             # FSDP 1: each process's parameters are its part, which several hold if fsdp_size divides the processes.
             processes = distributed.world_size()
             copies = processes // config.fsdp_size if 0 < config.fsdp_size < processes else 1
-            size = math.sqrt(distributed.sum_values(update_norms(optimizer, {}).total ** 2) / copies)
+            size = math.sqrt(
+                distributed.sum_values(update_norms(optimizer, {}).total ** 2) / copies
+            )
         lr, skipped = float(optimizer.param_groups[0]["lr"]), not math.isfinite(norm)
-        rows.updates.append(UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=lr, layers=layers))
+        rows.updates.append(
+            UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=lr, layers=layers)
+        )
 
     def _made(self, rows: _Rows, metrics: dict[str, Any]) -> None:
         """Take the loss that verl reports of the update."""
-        rows.updates[-1] = replace(rows.updates[-1], loss=float(np.mean(metrics.get("loss", math.nan))))
+        rows.updates[-1] = replace(
+            rows.updates[-1], loss=float(np.mean(metrics.get("loss", math.nan)))
+        )
 
     def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
@@ -241,7 +284,9 @@ class VerlRecorder(Guard):
         mine = torch.as_tensor(data[ROW]).cpu().long()
         prompts, replies = _parts(data)
         lengths = [len(reply) for reply in replies]
-        ends = np.cumsum([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)])
+        ends = np.cumsum(
+            [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)]
+        )
         width = rows.mask.shape[1]
 
         def responses(values: Tensor) -> Tensor:
@@ -280,8 +325,13 @@ class VerlRecorder(Guard):
         tables = step_tables(step, given, self.worker.model_config.tokenizer)
         for event in step_events(step, tables, "verl"):
             writer.append("events", event.row())
-        ratios = [np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))]
-        results = [replace(one, summary=_summary(ratio)) for one, ratio in zip(rows.updates, ratios, strict=True)]
+        ratios = [
+            np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))
+        ]
+        results = [
+            replace(one, summary=_summary(ratio))
+            for one, ratio in zip(rows.updates, ratios, strict=True)
+        ]
         unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))
         for name in ("loss", "grad_norm", "update_norm"):
             mean = float(np.mean([getattr(one, name) for one in results]))
@@ -299,13 +349,23 @@ class VerlRecorder(Guard):
     def _open(self, data: Any) -> TraceWriter:
         worker = self.worker
         next_ = f"sharpscope show {self.folder}; sharpscope tokens {self.folder} --by loss_coef"
-        sys.stderr.write(f"sharpscope: recording the actor's updates to {self.folder} (try: {next_})\n")
+        sys.stderr.write(
+            f"sharpscope: recording the actor's updates to {self.folder} (try: {next_})\n"
+        )
         temperature = _temperature(data)
-        rollout = {} if temperature is None else {"temperature": temperature}  # probes of a checkpoint need it
+        # probes of a checkpoint need it
+        rollout = {} if temperature is None else {"temperature": temperature}
         made = create_run_dir(self.folder)
         worker.model_config.tokenizer.save_pretrained(made / "tokenizer")
         config = getattr(worker.loss_fn, "keywords", {}).get("config")
-        names = ("loss_agg_mode", "clip_ratio_low", "clip_ratio_high", "use_kl_loss", "kl_loss_coef", "entropy_coeff")
+        names = (
+            "loss_agg_mode",
+            "clip_ratio_low",
+            "clip_ratio_high",
+            "use_kl_loss",
+            "kl_loss_coef",
+            "entropy_coeff",
+        )
         loss = {name: getattr(config, name, None) for name in names}
         loss["loss_mode"] = (getattr(config, "policy_loss", None) or {}).get("loss_mode", "vanilla")
         info = {
@@ -348,7 +408,10 @@ def _completions(rows: _Rows) -> list[Completion]:
     prompts, replies = _parts(data)
     update = torch.full(rows.mask.shape, -1)
     coef, ratio = (torch.full_like(rows.old, torch.nan) for _ in range(2))
-    again = [{name: list[Any]() for name in ("position", "update", "ratio", "loss_coef")} for _ in prompts]
+    again = [
+        {name: list[Any]() for name in ("position", "update", "ratio", "loss_coef")}
+        for _ in prompts
+    ]
     for use in rows.uses:
         first = use.used & (update[use.rows] < 0)
         for target, value in ((coef, use.coef), (ratio, use.change.exp())):
@@ -360,7 +423,11 @@ def _completions(rows: _Rows) -> list[Completion]:
             again[row]["update"] += [use.update] * int(later.sum())
             again[row]["ratio"] += use.change[place, later].exp().tolist()
             again[row]["loss_coef"] += use.coef[place, later].tolist()
-    columns = {"logp": rows.old, "entropy": rows.entropy, "advantage": _dense(data["advantages"]).double()}
+    columns = {
+        "logp": rows.old,
+        "entropy": rows.entropy,
+        "advantage": _dense(data["advantages"]).double(),
+    }
     columns |= {"ratio": ratio, "loss_coef": coef}
     if "rollout_log_probs" in data:
         columns["behavior_logp"] = _dense(data["rollout_log_probs"]).double()
@@ -371,9 +438,14 @@ def _completions(rows: _Rows) -> list[Completion]:
         if uids is not None and uids[row].startswith("pad"):
             continue
         at = rows.mask[row].nonzero()[:, 0]
-        masked = {name: np.ma.masked_invalid(values[row, at].numpy()) for name, values in columns.items()}
+        masked = {
+            name: np.ma.masked_invalid(values[row, at].numpy()) for name, values in columns.items()
+        }
         tokens = {name: values.tolist() for name, values in masked.items()}  # NaN: None
-        tokens |= {"position": at.tolist(), "token_id": [reply[position] for position in at.tolist()]}
+        tokens |= {
+            "position": at.tolist(),
+            "token_id": [reply[position] for position in at.tolist()],
+        }
         tokens["update"] = np.ma.masked_less(update[row, at].numpy(), 0).tolist()
         made = Completion(prompt + reply, len(prompt), tokens, again[row], length=len(reply))
         if rewards is not None:
@@ -390,7 +462,11 @@ def _temperature(data: Any) -> float | None:
 
 def _dense(values: Any) -> Tensor:
     """A nested or padded (n, T) tensor as a padded one on the CPU."""
-    tensor: Tensor = values.to_padded_tensor(0.0 if values.is_floating_point() else 0) if values.is_nested else values
+    tensor: Tensor = (
+        values.to_padded_tensor(0.0 if values.is_floating_point() else 0)
+        if values.is_nested
+        else values
+    )
     return tensor.detach().cpu()
 
 

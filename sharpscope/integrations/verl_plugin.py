@@ -21,7 +21,9 @@ def load() -> None:
 
         install(folder)
     except Exception as problem:
-        sys.stderr.write(f"sharpscope: {VARIABLE}={folder}: not recording ({type(problem).__name__}: {problem})\n")
+        sys.stderr.write(
+            f"sharpscope: {VARIABLE}={folder}: not recording ({type(problem).__name__}: {problem})\n"
+        )
         raise
 
 

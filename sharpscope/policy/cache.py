@@ -44,7 +44,9 @@ def check_cacheable(model: nn.Module) -> None:
     other = set(getattr(config, "layer_types", None) or ()) - CACHED_LAYER_TYPES
     if other:
         what = f"{type(bare(model)).__name__}: layers of type {', '.join(sorted(other))}"
-        raise UserError(f"policy.model, {what} are not supported; choose a model with full or sliding-window attention")
+        raise UserError(
+            f"policy.model, {what} are not supported; choose a model with full or sliding-window attention"
+        )
 
 
 class _TakeRows(torch.autograd.Function):
@@ -92,12 +94,17 @@ class PromptLayer(DynamicLayer):
         known = self if self.is_initialized else self.before
         return 0 if known is None else known.keys.shape[2]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Set states (B, H, t, d_head) and return all keys and values to attend to; see transformers."""
         if self.before is not None:
             key_states, value_states = (
                 torch.cat([self._first(part, len(states)), states], 2)
-                for part, states in ((self.before.keys, key_states), (self.before.values, value_states))
+                for part, states in (
+                    (self.before.keys, key_states),
+                    (self.before.values, value_states),
+                )
             )
         if self.rows is None:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
@@ -133,7 +140,9 @@ class PromptCache(Cache):
         index = index.clamp_min(0)[:, None, :, None]  # padding can have any finite values
         layers = cast(list[PromptLayer], self.layers)
         for layer, pair in zip(layers, self.states, strict=True):  # (B, H, P, d)
-            layer.keys, layer.values = (s.gather(2, index.expand(-1, s.shape[1], -1, s.shape[3])) for s in pair)
+            layer.keys, layer.values = (
+                s.gather(2, index.expand(-1, s.shape[1], -1, s.shape[3])) for s in pair
+            )
 
     def continuation(self, row_prompt: Tensor) -> Cache:
         """Cache for one forward pass of n rows with the prompts `row_prompt` (n,) long."""
@@ -154,14 +163,20 @@ def read_prompts(body: nn.Module, ids: Tensor, lengths: Tensor) -> tuple[Tensor,
         common = 0
     else:
         beginning = ids[:1, :common]
-        body(input_ids=beginning, attention_mask=torch.ones_like(beginning), use_cache=True, **{keyword: cache})
+        body(
+            input_ids=beginning,
+            attention_mask=torch.ones_like(beginning),
+            use_cache=True,
+            **{keyword: cache},
+        )
         cache = PromptCache(cache)
+    # (B, P - common, d)
     hidden = body(
         input_ids=ids[:, common:],
         attention_mask=torch.ones_like(ids),  # only padding attends to padding
         position_ids=torch.arange(common, ids.shape[1], device=ids.device)[None],
         use_cache=True,
         **{keyword: cache},
-    ).last_hidden_state  # (B, P - common, d)
+    ).last_hidden_state
     cache.pad_left(ids.shape[1] - lengths)
     return hidden[torch.arange(len(ids), device=ids.device), lengths - 1 - common], cache

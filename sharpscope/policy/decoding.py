@@ -14,7 +14,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerBase, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    DynamicCache,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from sharpscope.config.run import SamplingSpec
 from sharpscope.policy.cache import PromptCache, cache_keyword, read_prompts
@@ -25,7 +31,12 @@ from sharpscope.policy.rollouts import padded
 DIRECT = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 """Architectures whose layers `DirectDecoder` calls itself."""
 SMALL_BYTES = 2**22  # weights of linear layers with the same input are concatenated up to this size
-ROPE_TYPES = ("default", "linear", "llama3")  # rotary embeddings whose angles depend on the position alone
+# rotary embeddings whose angles depend on the position alone
+ROPE_TYPES = (
+    "default",
+    "linear",
+    "llama3",
+)
 # A softmax on a CPU takes ten times as long for numbers that do not fill a vector register.
 VECTOR = 16
 # Prompts of at most so many positions are copied to each text: that costs less than a separate product in every step.
@@ -43,7 +54,9 @@ def completion_uniforms(seed: int, prompts: Tensor, completions: Tensor, count: 
     A completion is therefore independent of the other rows of its batch.
     """
     generator, uniforms = torch.Generator(), torch.empty(len(prompts), count, dtype=torch.float64)
-    for row, prompt, completion in zip(uniforms, prompts.tolist(), completions.tolist(), strict=True):
+    for row, prompt, completion in zip(
+        uniforms, prompts.tolist(), completions.tolist(), strict=True
+    ):
         generator.manual_seed(_mix(_mix(_mix(seed) ^ prompt) ^ completion) >> 1)
         torch.rand(count, generator=generator, out=row)
     return uniforms
@@ -57,7 +70,9 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+def draw(
+    z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample n tokens from logits `z` (m, V) by inverting the cumulative distribution at `u` (n,), float64 in [0, 1).
 
     Top-p keeps the smallest set of most likely tokens whose probability reaches top_p. Temperature 0 selects the most likely
@@ -67,7 +82,8 @@ def draw(z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None) ->
     under the truncated distribution, (n,), or None without truncation.
     """
     row = torch.arange(len(z), device=z.device) if row is None else row
-    logp = torch.log_softmax(z / spec.temperature if spec.temperature not in (0, 1) else z, -1)  # (m, V)
+    # (m, V)
+    logp = torch.log_softmax(z / spec.temperature if spec.temperature not in (0, 1) else z, -1)
     if spec.temperature == 0:
         token = z.argmax(-1)[row]
         return token, logp[row, token], None
@@ -95,7 +111,8 @@ class Output:
 
     def __init__(self, count: int, width: int, pad_id: int) -> None:
         self.ids = torch.full((count, width), pad_id)
-        self.sampled = torch.zeros(count, width, dtype=torch.bool)  # by the policy, not text of an environment
+        # by the policy, not text of an environment
+        self.sampled = torch.zeros(count, width, dtype=torch.bool)
         self.logp = torch.zeros(count, width)  # [nats], before top-p
         self.sampler_logp = torch.zeros(count, width)  # [nats], after it
         self.length = torch.zeros(count, dtype=torch.long)  # positions in use
@@ -120,7 +137,10 @@ def decode(
     """
     device, head, model = policy.device, policy.head, policy.model
     ends, uniforms = torch.tensor(policy.eos_ids, device=device), uniforms.to(device)
-    ids, lengths = padded(texts, policy.pad_id).to(device), torch.tensor([len(text) for text in texts], device=device)
+    ids, lengths = (
+        padded(texts, policy.pad_id).to(device),
+        torch.tensor([len(text) for text in texts], device=device),
+    )
     hidden, prompts = read_prompts(backbone(model), ids, lengths)  # (B, P) -> (B, d)
     direct = can_decode_directly(model)
     decoder = (DirectDecoder if direct else LayerDecoder)(
@@ -133,22 +153,33 @@ def decode(
     record: list[tuple[Tensor, ...]] = []
     with torch.inference_mode() if direct else nullcontext():
         while True:
-            token, logp, sampler_logp = draw(head.logits(hidden), uniforms[member, column], spec, text)
+            token, logp, sampler_logp = draw(
+                head.logits(hidden), uniforms[member, column], spec, text
+            )
             stops = torch.isin(token, ends)
             if stop:
                 stops |= torch.tensor(stopped.add(member.tolist(), token.tolist()), device=device)
-            record.append((member, column, stops, token, logp, logp if sampler_logp is None else sampler_logp))
+            record.append(
+                (member, column, stops, token, logp, logp if sampler_logp is None else sampler_logp)
+            )
             column = column + 1
             running = (~stops & (column < spec.max_new_tokens)).nonzero()[:, 0]
             if not len(running):
                 break
             if len(running) < len(member):
-                member, column, text, token = member[running], column[running], text[running], token[running]
+                member, column, text, token = (
+                    member[running],
+                    column[running],
+                    text[running],
+                    token[running],
+                )
             text, token, source = _branch(decoder, text, token, len(hidden), head.weight.shape[0])
             position = position[source]  # (m,)
             hidden = decoder.step(token, position)  # (m, d)
             position = position + 1
-    member, column, stops, token, logp, sampler_logp = (torch.cat(parts).cpu() for parts in zip(*record, strict=True))
+    member, column, stops, token, logp, sampler_logp = (
+        torch.cat(parts).cpu() for parts in zip(*record, strict=True)
+    )
     index = (rows[member], column)
     out.ids[index], out.sampled[index] = token, True
     out.logp[index], out.sampler_logp[index] = logp.float(), sampler_logp.float()
@@ -173,7 +204,11 @@ def _branch(
     branches = (source[1:] == source[:-1]).nonzero()[:, 0] + 1
     place, count = source, max(count, len(key))
     if len(branches):
-        unused = torch.ones(count, dtype=torch.bool, device=source.device).index_fill(0, source, False).nonzero()[:, 0]
+        unused = (
+            torch.ones(count, dtype=torch.bool, device=source.device)
+            .index_fill(0, source, False)
+            .nonzero()[:, 0]
+        )
         place = source.index_copy(0, branches, unused[: len(branches)])
         decoder.copy(source[branches], place[branches], count)
     tokens = token.new_zeros(count).index_copy(0, place, token)
@@ -194,7 +229,8 @@ class _StopStrings:
         for member, token in zip(members, tokens, strict=True):
             self._tokens[member].append(token)
         return [
-            token in self._closing and any(stop in as_text(self._policy, self._tokens[member]) for stop in self._stop)
+            token in self._closing
+            and any(stop in as_text(self._policy, self._tokens[member]) for stop in self._stop)
             for member, token in zip(members, tokens, strict=True)
         ]
 
@@ -202,7 +238,11 @@ class _StopStrings:
 def as_text(policy: Policy, tokens: Sequence[int]) -> str:
     """Decode tokens, including special tokens but without a final end-of-text token."""
     tokens = list(tokens[:-1] if tokens and tokens[-1] in policy.eos_ids else tokens)
-    return str(policy.tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        policy.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 @lru_cache(maxsize=8)
@@ -217,7 +257,9 @@ def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) ->
 class LayerDecoder:
     """`DirectDecoder` for any architecture, through transformers' layers; each text has a copy of its prompt's cache."""
 
-    def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
+    def __init__(
+        self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int
+    ) -> None:
         self.body, self.cache = backbone(model), DynamicCache()
         self.keyword = cache_keyword(self.body)
         for index, states in enumerate(prompts.states):
@@ -229,7 +271,9 @@ class LayerDecoder:
         width = self.cache.get_seq_length() + 1
         states: Tensor = self.body(
             input_ids=token[:, None],
-            attention_mask=(torch.arange(width, device=token.device) >= self.padding[:, None]).long(),  # (m, L+1)
+            attention_mask=(
+                torch.arange(width, device=token.device) >= self.padding[:, None]
+            ).long(),  # (m, L+1)
             position_ids=position[:, None],
             use_cache=True,
             **{self.keyword: self.cache},
@@ -253,7 +297,11 @@ def can_decode_directly(model: nn.Module) -> bool:
     if type(causal) not in DIRECT or causal.model.rotary_emb.rope_type not in ROPE_TYPES:
         return False
     body = causal.model
-    parts = (body, *body.layers, *(part for layer in body.layers for part in (layer.self_attn, layer.mlp)))
+    parts = (
+        body,
+        *body.layers,
+        *(part for layer in body.layers for part in (layer.self_attn, layer.mlp)),
+    )
     sliding = set(getattr(causal.config, "layer_types", None) or ()) - {"full_attention"}
     return not sliding and not any(_hooked(part) for part in parts)
 
@@ -270,10 +318,14 @@ class DirectDecoder:
     `positions` tokens.
     """
 
-    def __init__(self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int) -> None:
+    def __init__(
+        self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int
+    ) -> None:
         body: Any = cast(Any, bare(model)).model
         self.embed, self.norm = body.embed_tokens, _norm(body.norm)
-        cos, sin = body.rotary_emb(self.embed.weight[:1, None], torch.arange(positions, device=lengths.device)[None])
+        cos, sin = body.rotary_emb(
+            self.embed.weight[:1, None], torch.arange(positions, device=lengths.device)[None]
+        )
         self.half = cos.shape[-1] // 2
         self.cos = cos[0, :, None]  # (L, 1, d_head)
         # The first half is negated here instead of the states in every layer: x·cos + (−x₂, x₁)·sin.
@@ -297,8 +349,14 @@ class DirectDecoder:
         width = prompts.states[0][0].shape[2]  # P
         self.shared = width if width > SHORT else 0  # positions that the texts of a prompt share
         self.used = width - self.shared  # later positions in use
-        self.prompts = [(keys[:, :, : self.shared], values[:, :, : self.shared]) for keys, values in prompts.states]
-        self.row_states = [(keys[:, :, self.shared :], values[:, :, self.shared :]) for keys, values in prompts.states]
+        self.prompts = [
+            (keys[:, :, : self.shared], values[:, :, : self.shared])
+            for keys, values in prompts.states
+        ]
+        self.row_states = [
+            (keys[:, :, self.shared :], values[:, :, self.shared :])
+            for keys, values in prompts.states
+        ]
         self.count = len(lengths)
         self._resize(None, room, INITIAL_CAPACITY)
         padding = torch.arange(width, device=lengths.device) < width - lengths[:, None]  # (B, P)
@@ -314,7 +372,9 @@ class DirectDecoder:
         cos, sin = self.cos[position], self.sin[position]  # (m, 1, d_head)
         hidden = self.embed(token)  # (m, d)
         for index, layer in enumerate(self.layers):
-            norm, qkv, heads, q_norm, k_norm, scaling, out, mlp_norm, gate_up, activation, down = layer
+            norm, qkv, heads, q_norm, k_norm, scaling, out, mlp_norm, gate_up, activation, down = (
+                layer
+            )
             states = qkv(norm(hidden)).view(m, -1, width)  # (m, H·R + 2·H, d_head)
             both, v = states[:, :-heads], states[:, -heads:]
             if q_norm is not None:
@@ -335,7 +395,9 @@ class DirectDecoder:
             for states in pair:
                 used = states[:, :, : self.used]
                 used.index_copy_(0, to, used.index_select(0, texts))
-        prompt = torch.cat([self._text_prompt, self._text_prompt.new_zeros(count - len(self._text_prompt))])
+        prompt = torch.cat(
+            [self._text_prompt, self._text_prompt.new_zeros(count - len(self._text_prompt))]
+        )
         prompt[to] = prompt[texts]
         self._assign_slots(prompt)
 
@@ -353,9 +415,13 @@ class DirectDecoder:
         """Copy the cache, or its `texts`, to memory for `room` texts with `more` positions after those in use."""
 
         def resized(states: Tensor) -> Tensor:
-            grown = states.new_empty(max(self.count, room), states.shape[1], self.used + more, states.shape[3])
+            grown = states.new_empty(
+                max(self.count, room), states.shape[1], self.used + more, states.shape[3]
+            )
             used = states[:, :, : self.used]
-            grown[: self.count, :, : self.used] = used[: self.count] if texts is None else used.index_select(0, texts)
+            grown[: self.count, :, : self.used] = (
+                used[: self.count] if texts is None else used.index_select(0, texts)
+            )
             return grown
 
         for index, (keys, values) in enumerate(self.row_states):
@@ -364,16 +430,19 @@ class DirectDecoder:
     def _assign_slots(self, text_prompt: Tensor) -> None:
         """Assign a slot (prompt, index in the group) to each text, so that groups of any size use one batched product."""
         self._text_prompt, self._prompt_count = text_prompt, len(self.prompts[0][0])
+        # (m, 1, 1, P)
         self._text_padding = (
             None if self._padding is None else self._padding[text_prompt][:, None, None]
-        )  # (m, 1, 1, P)
+        )
         if not self.shared:  # each text has a copy of its prompt
             return
         sizes = torch.bincount(text_prompt, minlength=self._prompt_count)
         self._group = int(sizes.max())  # G: slots per prompt
         place = torch.arange(len(text_prompt), device=text_prompt.device)
         order = text_prompt.argsort(stable=True)
-        index = torch.empty_like(place).scatter(0, order, place - (sizes.cumsum(0) - sizes)[text_prompt[order]])
+        index = torch.empty_like(place).scatter(
+            0, order, place - (sizes.cumsum(0) - sizes)[text_prompt[order]]
+        )
         slot = text_prompt * self._group + index  # (m,)
         full = self._prompt_count * self._group == len(slot) and torch.equal(slot, place)
         self._slot = None if full else slot  # None: slot i is text i
@@ -400,7 +469,8 @@ class DirectDecoder:
 
     def _attend(self, index: int, q: Tensor) -> Tensor:
         """Attention (m, H, R, d) in layer `index` of scaled queries (m, H, R, d), one position per text, R per key head."""
-        keys, values = (states[: len(q), :, : self.used] for states in self.row_states[index])  # (m, H, t, d)
+        # (m, H, t, d)
+        keys, values = (states[: len(q), :, : self.used] for states in self.row_states[index])
         scores = q @ keys.transpose(2, 3)  # (m, H, R, t)
         if self.shared:
             prompt_keys, prompt_values = self.prompts[index]
@@ -416,7 +486,9 @@ class DirectDecoder:
         if not self.shared:
             return weights @ values
         to_prompt, to_text = weights.split([self.shared, self.used], 3)
-        return to_text @ values + self._by_text(self._by_prompt(to_prompt) @ prompt_values, q.shape[2])
+        return to_text @ values + self._by_text(
+            self._by_prompt(to_prompt) @ prompt_values, q.shape[2]
+        )
 
 
 def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -426,18 +498,30 @@ def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # type: ignore[misc]
         if len(layers) == 1:
             return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
-        small = sum(weight.nbytes for weight in weights) <= SMALL_BYTES and len(biases) in (0, len(layers))
+        small = sum(weight.nbytes for weight in weights) <= SMALL_BYTES and len(biases) in (
+            0,
+            len(layers),
+        )
         # Autocast casts parameters once, other tensors at every call.
         if small and not torch.is_autocast_enabled(weights[0].device.type):
-            return partial(F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None)
-    return layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)
+            return partial(
+                F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None
+            )
+    return (
+        layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)
+    )
 
 
 def _norm(norm: Any) -> Callable[[Tensor], Tensor]:
     """An RMSNorm; in single and double precision torch's, which gives the same numbers faster."""
     if norm.weight.dtype not in (torch.float32, torch.float64) or _hooked(norm):
         return cast(Callable[[Tensor], Tensor], norm)
-    return partial(F.rms_norm, normalized_shape=norm.weight.shape, weight=norm.weight, eps=norm.variance_epsilon)
+    return partial(
+        F.rms_norm,
+        normalized_shape=norm.weight.shape,
+        weight=norm.weight,
+        eps=norm.variance_epsilon,
+    )
 
 
 def _hooked(module: nn.Module) -> bool:

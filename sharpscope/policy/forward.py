@@ -85,8 +85,12 @@ def score_completions(
         # Hidden states of each bucket's masked tokens, row by row, later sorted into the order of `rows`.
         hidden_parts, index_parts = [], []
         index = torch.arange(mask.numel(), device=mask.device).view(mask.shape)  # (n, T)
-        states = _shared_hidden(model, rows) if share_prompt else _plain_hidden(model, rows, one_pass)
-        recomputing = recompute_layers(model) if gradient_checkpointing and with_grad else nullcontext()
+        states = (
+            _shared_hidden(model, rows) if share_prompt else _plain_hidden(model, rows, one_pass)
+        )
+        recomputing = (
+            recompute_layers(model) if gradient_checkpointing and with_grad else nullcontext()
+        )
         with computing(model, compute), recomputing:
             for bucket, hidden in states:  # (b,), (b, T_b, d)
                 keep = mask[bucket, : hidden.shape[1]]
@@ -100,16 +104,26 @@ def score_completions(
         else:
             values = flat_stats(hidden, head, targets, temperature)
             logp = values["logp"]
-        token_stats = TokenStats(**{name: spread(value, mask) for name, value in values.items()}) if stats else None
-        given = None if function is None else spread(function(hidden, head, targets, temperature), mask)
+        token_stats = (
+            TokenStats(**{name: spread(value, mask) for name, value in values.items()})
+            if stats
+            else None
+        )
+        given = (
+            None if function is None else spread(function(hidden, head, targets, temperature), mask)
+        )
         return Scored(spread(logp, mask), token_stats, given)
 
 
-def _plain_hidden(model: nn.Module, rows: Completions, one_pass: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+def _plain_hidden(
+    model: nn.Module, rows: Completions, one_pass: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield buckets (rows (b,), hidden (b, T_b, d)), where hidden[:, t] predicts completion token t; prompts are not shared."""
     P, prompt, length = rows.prompt_width, rows.prompt_lengths, rows.lengths
     whole = [torch.arange(len(rows), device=length.device)]
-    for bucket in whole if one_pass else length_buckets((prompt + length).cpu().numpy(), length.device):
+    for bucket in (
+        whole if one_pass else length_buckets((prompt + length).cpu().numpy(), length.device)
+    ):
         # Without left padding, causal attention needs no mask.
         p, n = prompt[bucket, None], length[bucket, None]
         width = int((p + n).max()) - 1  # without the last token
@@ -132,13 +146,19 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
     body, P = backbone(model), rows.prompt_width
     _, row_prompt = rows.group.unique(return_inverse=True)  # (n,) -> 0..B-1
     first = torch.full((int(row_prompt.max()) + 1,), len(rows), device=row_prompt.device)
-    first = first.scatter_reduce(0, row_prompt, torch.arange(len(rows), device=row_prompt.device), "amin")  # (B,)
+    # (B,)
+    first = first.scatter_reduce(
+        0, row_prompt, torch.arange(len(rows), device=row_prompt.device), "amin"
+    )
     skip = P - int(rows.prompt_lengths.max())
     ids, attention = rows.input_ids[:, skip:P], rows.attention_mask[:, skip:P]
     if not torch.equal(ids * attention, (ids * attention)[first[row_prompt]]):
         raise ValueError("share_prompt: rows of one group have different prompts")
     lengths = rows.prompt_lengths[first]
-    last, cache = read_prompts(body, _align_left(ids[first], lengths, ids.shape[1], ids.shape[1]), lengths)  # (B, d)
+    # (B, d)
+    last, cache = read_prompts(
+        body, _align_left(ids[first], lengths, ids.shape[1], ids.shape[1]), lengths
+    )
     for bucket in length_buckets(rows.lengths.cpu().numpy(), ids.device):
         start = take_rows(last, row_prompt[bucket])[:, None]  # (b, 1, d)
         width = int(rows.lengths[bucket].max()) - 1
@@ -148,13 +168,14 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
         prompt_mask = attention[bucket]
         position = prompt_mask.sum(1, keepdim=True) + torch.arange(width, device=ids.device)
         mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(bucket), width)], 1)  # (b, P+width)
+        # (b, width, d)
         hidden = body(
             input_ids=rows.completion_ids[bucket, :width],
             attention_mask=mask,
             position_ids=position,
             use_cache=True,
             **{cache_keyword(body): cache.continuation(row_prompt[bucket])},
-        ).last_hidden_state  # (b, width, d)
+        ).last_hidden_state
         yield bucket, torch.cat([start, hidden], 1)
 
 
@@ -189,7 +210,9 @@ def microbatches(
     (N,), prompts are shared: the rows of a group stay together and count their prompt once; a group that exceeds the budget
     is split, and each part counts the prompt. Returns index tensors on the CPU that contain each row once, each ascending.
     """
-    unit = torch.arange(len(lengths)) if group is None else group.cpu().unique(return_inverse=True)[1]
+    unit = (
+        torch.arange(len(lengths)) if group is None else group.cpu().unique(return_inverse=True)[1]
+    )
     lengths, prompt_lengths = lengths.cpu(), prompt_lengths.cpu()
     if group is not None:
         unit = _within_budget(unit, lengths, prompt_lengths, token_budget)
@@ -215,7 +238,9 @@ def _within_budget(unit: Tensor, lengths: Tensor, prompt_lengths: Tensor, budget
     for label in range(int(unit.max()) + 1 if len(unit) else 0):
         rows = (unit == label).nonzero()[:, 0]
         filled = prompt = int(prompt_lengths[rows].max())
-        for index, row in enumerate(rows[lengths[rows].argsort(descending=True, stable=True)].tolist()):
+        for index, row in enumerate(
+            rows[lengths[rows].argsort(descending=True, stable=True)].tolist()
+        ):
             if index and filled + int(lengths[row]) > budget:
                 count, filled = count + 1, prompt
             parts[row] = count
@@ -296,7 +321,12 @@ class Scorer:
         """
         result = self.zeros(rollouts)
         fields = [getattr(result, name) for name in STAT_NAMES]
-        self._gather(rollouts, fields, lambda part, _: vars(self.score(part, stats=True).stats).values(), divided)
+        self._gather(
+            rollouts,
+            fields,
+            lambda part, _: vars(self.score(part, stats=True).stats).values(),
+            divided,
+        )
         return result
 
     @torch.no_grad()
@@ -307,7 +337,9 @@ class Scorer:
         return result
 
     @torch.no_grad()
-    def per_token(self, rollouts: Rollouts, function: PerToken, width: int = 0, **given: Tensor) -> Tensor:
+    def per_token(
+        self, rollouts: Rollouts, function: PerToken, width: int = 0, **given: Tensor
+    ) -> Tensor:
         """Compute values of all rows' tokens under the policy, (N, T), or (N, T, `width`) if that is not 0; 0 outside the mask.
 
         `given` (N, T) are passed on to the function by name, (M,) of its tokens. All processes must call it.
@@ -336,7 +368,9 @@ class Scorer:
         """Fill `results` (N, …) with the values of each microbatch and its rows, on all processes if they are divided."""
         local_rows = torch.arange(len(rollouts))
         local_rows, batches = (
-            self.split(rollouts, local_rows) if divided else (local_rows, self._microbatches(rollouts))
+            self.split(rollouts, local_rows)
+            if divided
+            else (local_rows, self._microbatches(rollouts))
         )
         idle = self.idle_passes(batches)
         for rows in batches:
@@ -351,8 +385,15 @@ class Scorer:
     def zeros(self, rollouts: Rollouts) -> TokenStats:
         """TokenStats (N, T) of zeros, with the rollouts' device and the dtype of the model's statistics."""
         mask = rollouts.completion_mask
-        dtype = torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
-        return TokenStats(**{name: torch.zeros(mask.shape, dtype=dtype, device=mask.device) for name in STAT_NAMES})
+        dtype = (
+            torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
+        )
+        return TokenStats(
+            **{
+                name: torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+                for name in STAT_NAMES
+            }
+        )
 
     def split(self, rollouts: Rollouts, rows: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Return the part of `rows` (n,) of this process and its microbatches.
@@ -372,7 +413,9 @@ class Scorer:
 
     def _microbatches(self, part: Rollouts) -> list[Tensor]:
         group = part.group if self._shares else None
-        budget = min(self.microbatch_tokens, activation_tokens(self.model, self.gradient_checkpointing))
+        budget = min(
+            self.microbatch_tokens, activation_tokens(self.model, self.gradient_checkpointing)
+        )
         return microbatches(part.lengths, budget, prompt_lengths=part.prompt_lengths, group=group)
 
     def idle_passes(self, batches: list[Tensor]) -> int:

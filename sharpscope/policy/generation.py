@@ -49,7 +49,12 @@ def render_prompts(examples: Sequence[Example], policy: Policy) -> list[list[int
         # Chat markup contains the special tokens; for plain prompts the tokenizer adds them.
         markup = policy.chat or example.templated
         ids = list(tokenizer(text, add_special_tokens=not markup)["input_ids"])
-        if not markup and ids and ids[-1] in policy.eos_ids and not text.endswith(str(tokenizer.eos_token)):
+        if (
+            not markup
+            and ids
+            and ids[-1] in policy.eos_ids
+            and not text.endswith(str(tokenizer.eos_token))
+        ):
             ids.pop()  # the prompt must not end with an end-of-text token
         rendered.append(ids)
     return rendered
@@ -66,11 +71,19 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
     """
     opened = []
     for example in examples:
-        opening = _opening(_apply_template(example, policy)) if policy.chat and not example.templated else ""
+        opening = (
+            _opening(_apply_template(example, policy))
+            if policy.chat and not example.templated
+            else ""
+        )
         changes: dict[str, Any] = {}
         if opening and not example.prefill.lstrip().startswith(THINK):
-            changes = {"prefill": opening + example.prefill, "messages": example.messages and _messages(example)}
-            changes["prompt"] = example.prompt.removesuffix(example.prefill)  # it does not end with the new prefill
+            changes = {
+                "prefill": opening + example.prefill,
+                "messages": example.messages and _messages(example),
+            }
+            # it does not end with the new prefill
+            changes["prompt"] = example.prompt.removesuffix(example.prefill)
         opened.append(replace(example, **changes))
     return opened
 
@@ -78,7 +91,10 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
 def _messages(example: Example) -> list[dict[str, str]]:
     """Chat messages of the prompt, without the prefill at the end of the last one."""
     turns = example.messages or [{"role": "user", "content": example.prompt}]
-    return [*map(dict, turns[:-1]), {**turns[-1], "content": turns[-1]["content"].removesuffix(example.prefill)}]
+    return [
+        *map(dict, turns[:-1]),
+        {**turns[-1], "content": turns[-1]["content"].removesuffix(example.prefill)},
+    ]
 
 
 def _apply_template(example: Example, policy: Policy) -> str:
@@ -87,8 +103,14 @@ def _apply_template(example: Example, policy: Policy) -> str:
 
     messages = _messages(example)
     try:
-        return str(policy.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except TemplateError as error:  # some templates have no system role, others require alternating roles
+        return str(
+            policy.tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+    except (
+        TemplateError
+    ) as error:  # some templates have no system role, others require alternating roles
         roles = ", ".join(message["role"] for message in messages)
         why = f"the chat template of {policy.source!r} rejects the roles {roles} ({' '.join(str(error).split())})"
         raise UserError(
@@ -142,25 +164,36 @@ def generate(
     width = -(-max(map(len, prompts)) // group_size) + spec.max_new_tokens
     for batch in order.split(_batch_size(policy, width, spec.decode_batch)):
         rows = batch.sort().values  # the rows of a prompt adjacent
-        uniforms = completion_uniforms(seed, first + rows // group_size, rows % group_size, spec.max_new_tokens)
+        uniforms = completion_uniforms(
+            seed, first + rows // group_size, rows % group_size, spec.max_new_tokens
+        )
         # One autocast context per batch, so that weights are cast once and not for every token.
         with computing(policy.model, policy.compute):
             used, row_text = (rows // group_size).unique(return_inverse=True)
-            read = [prompts[i] for i in used.tolist()]  # shared by the rows of a prompt in the first turn
+            # shared by the rows of a prompt in the first turn
+            read = [prompts[i] for i in used.tolist()]
             while len(rows):
                 begins = out.length[rows].tolist()
                 decode(policy, read, row_text, rows, uniforms, spec, out, stop)
                 for row, begin in zip(rows.tolist(), begins, strict=True):
-                    texts[row] += as_text(policy, out.ids[row, begin : int(out.length[row])].tolist())
+                    texts[row] += as_text(
+                        policy, out.ids[row, begin : int(out.length[row])].tolist()
+                    )
                 if task is None:
                     break
                 asked = [examples[row // group_size] for row in rows.tolist()]
                 going = _reply(policy, task, asked, rows, out, texts)
                 rows, uniforms, row_text = rows[going], uniforms[going], torch.arange(len(going))
-                read = [[*prompts[r // group_size], *out.ids[r, : int(out.length[r])].tolist()] for r in rows.tolist()]
+                read = [
+                    [*prompts[r // group_size], *out.ids[r, : int(out.length[r])].tolist()]
+                    for r in rows.tolist()
+                ]
     width = int(out.length.max())  # T
     used = (torch.arange(width) < out.length[:, None]).long()  # (N, T)
-    ids, attention = (part.repeat_interleave(group_size, 0) for part in left_pad(prompts, policy.pad_id))  # (N, P)
+    # (N, P)
+    ids, attention = (
+        part.repeat_interleave(group_size, 0) for part in left_pad(prompts, policy.pad_id)
+    )
     truncates = spec.temperature > 0 and spec.top_p < 1
     return Completions(
         input_ids=torch.cat([ids, out.ids[:, :width]], 1),
@@ -187,21 +220,30 @@ def check_lengths(policy: Policy, prompts: Sequence[Sequence[int]], max_new_toke
         if policy.context is not None and len(prompt) + max_new_tokens > policy.context:
             sizes = f"{len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the context of {policy.context} tokens"
             start = as_text(policy, prompt[:12])
-            raise UserError(f"prompt {index} ({start!r}…): {sizes}; shorten it or lower rollout.max_new_tokens")
+            raise UserError(
+                f"prompt {index} ({start!r}…): {sizes}; shorten it or lower rollout.max_new_tokens"
+            )
 
 
 def _batch_size(policy: Policy, width: int, largest: int) -> int:
     """Rows of `width` tokens whose keys and values fit into `CACHE_BYTES`, from 1 to `largest`."""
     config = bare(policy.model).config.get_text_config()
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     itemsize = next(policy.model.parameters()).element_size()
     row = 2 * config.num_hidden_layers * heads * head_size * itemsize * width
     return max(1, min(largest, CACHE_BYTES.get(policy.device.type, CACHE_BYTES["cuda"]) // row))
 
 
 def _reply(
-    policy: Policy, task: InteractiveTask, examples: Sequence[Example], rows: Tensor, out: Output, texts: list[str]
+    policy: Policy,
+    task: InteractiveTask,
+    examples: Sequence[Example],
+    rows: Tensor,
+    out: Output,
+    texts: list[str],
 ) -> list[int]:
     """Append replies to `rows` (n,) and return the indices of those that continue; rows without room for a token are truncated."""
     ended = [(index, row) for index, row in enumerate(rows.tolist()) if not out.truncated[row]]
@@ -224,7 +266,9 @@ def _reply(
 
 def left_pad(prompts: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
     """Pad prompts on the left with `pad_id`: ids (B, P) and attention mask (B, P), both long."""
-    return padded(prompts, pad_id, left=True), padded([[1] * len(prompt) for prompt in prompts], left=True)
+    return padded(prompts, pad_id, left=True), padded(
+        [[1] * len(prompt) for prompt in prompts], left=True
+    )
 
 
 def draw_scored(
@@ -249,9 +293,13 @@ def draw_scored(
             prompts = render_prompts(selected, policy)
             replying = task if isinstance(task, InteractiveTask) else None
             generator = torch.Generator().manual_seed(seed)
-            drawn = generate(policy, prompts, group_size, spec, generator, replying, selected, first + part.start)
+            drawn = generate(
+                policy, prompts, group_size, spec, generator, replying, selected, first + part.start
+            )
     if drawn is not None:
-        rewards = [task.score(selected[row // group_size], text) for row, text in enumerate(drawn.texts)]
+        rewards = [
+            task.score(selected[row // group_size], text) for row, text in enumerate(drawn.texts)
+        ]
         if distributed.world_size() == 1:
             return drawn, rewards
         drawn = replace(drawn, group=drawn.group + part.start).to(torch.device("cpu"))

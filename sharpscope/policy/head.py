@@ -80,7 +80,9 @@ def backbone(model: nn.Module) -> nn.Module:
     """Return the model without its output layer; its `last_hidden_state` (after the final norm) is the input of `Head`."""
     causal = bare(model)
     # `base_model` is the causal model itself if its prefix is not an attribute (Llama 4's text model).
-    return causal.base_model if causal.base_model is not causal else getattr(causal, "model", causal)
+    return (
+        causal.base_model if causal.base_model is not causal else getattr(causal, "model", causal)
+    )
 
 
 def output_head(model: nn.Module) -> Head:
@@ -93,7 +95,9 @@ def output_head(model: nn.Module) -> Head:
     layer, config = causal.get_output_embeddings(), causal.config
     if not isinstance(layer, nn.Linear):
         what = f"{type(causal).__name__}: its output layer is {type(layer).__name__}, not linear"
-        raise UserError(f"policy.model, {what}; choose another architecture, or leave that layer out of the adapters")
+        raise UserError(
+            f"policy.model, {what}; choose another architecture, or leave that layer out of the adapters"
+        )
     scale = float(getattr(config, "logit_scale", None) or 1.0)
     scale /= float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(layer.weight, layer.bias, getattr(config, "final_logit_softcapping", None), scale)
@@ -115,13 +119,23 @@ def check_head(model: nn.Module, head: Head) -> None:
     hidden = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
     tolerance = 1e-3 if head.weight.dtype in (torch.float32, torch.float64) else 5e-2
     atol = tolerance * (1 + float(expected.abs().max()))
-    actual = head.logits(hidden).float() if hidden.shape[-1] == head.weight.shape[1] else hidden.new_empty(0)
-    if expected.shape != actual.shape or not torch.allclose(expected, actual, rtol=tolerance, atol=atol):
-        raise UserError(f"{name}: its logits are not a linear function of its last hidden state; choose another model")
+    actual = (
+        head.logits(hidden).float()
+        if hidden.shape[-1] == head.weight.shape[1]
+        else hidden.new_empty(0)
+    )
+    if expected.shape != actual.shape or not torch.allclose(
+        expected, actual, rtol=tolerance, atol=atol
+    ):
+        raise UserError(
+            f"{name}: its logits are not a linear function of its last hidden state; choose another model"
+        )
     part = causal(input_ids=ids[:, :-2], use_cache=False).logits.float()
     # The median, since rounding can route single tokens of a mixture to other experts.
     if float((expected[:, :-2] - part).abs().amax(-1).median()) > atol:
-        raise UserError(f"{name}: its logits depend on later tokens; choose a causal language model")
+        raise UserError(
+            f"{name}: its logits depend on later tokens; choose a causal language model"
+        )
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -130,10 +144,16 @@ def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
     Raises:
         UserError: The architecture does not mark its layers.
     """
-    layers = [module for module in backbone(model).modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module
+        for module in backbone(model).modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         what = f"{type(backbone(model)).__name__}: no gradient checkpointing or sharding"
-        raise UserError(f"policy.model, {what}; set update.gradient_checkpointing=false, or choose another model")
+        raise UserError(
+            f"policy.model, {what}; set update.gradient_checkpointing=false, or choose another model"
+        )
     return layers
 
 
@@ -148,7 +168,9 @@ def recompute_layers(model: nn.Module) -> Iterator[None]:
 
     for layer in layers:
         # Without dropout there is no RNG state to preserve.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
     try:
         yield
     finally:

@@ -43,7 +43,8 @@ class Policy:
     pad_id: int  # always masked
     context: int | None  # maximum sequence length [tokens]; None: no limit
     chat: bool  # whether prompts use the tokenizer's chat template
-    compute: torch.dtype | None = None  # type of matrix products (autocast); None: that of the weights
+    # type of matrix products (autocast); None: that of the weights
+    compute: torch.dtype | None = None
 
     @property
     def device(self) -> torch.device:
@@ -72,7 +73,9 @@ def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
     adapters = adapter_folder(spec.model)
     if adapters is not None:
         if spec.lora is not None and base in (None, spec.model):
-            raise UserError(f"policy.lora: '{spec.model}' is a folder of adapters and is trained; remove policy.lora")
+            raise UserError(
+                f"policy.lora: '{spec.model}' is a folder of adapters and is trained; remove policy.lora"
+            )
         named = base or base_of(adapters)  # itself a folder of adapters if a run started with one
         inner = adapter_folder(named)
         spec = spec.model_copy(update={"model": named if inner is None else base_of(inner)})
@@ -92,7 +95,9 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
     options: dict[str, Any] = {"trust_remote_code": False}
     if location.endswith(GGUF):
         if importlib.util.find_spec("gguf") is None:
-            raise UserError(f"policy.model {spec.model!r}: GGUF files need gguf; pip install 'sharpscope[gguf]'")
+            raise UserError(
+                f"policy.model {spec.model!r}: GGUF files need gguf; pip install 'sharpscope[gguf]'"
+            )
         source, options["gguf_file"] = str(Path(location).parent), Path(location).name
     try:
         config = AutoConfig.from_pretrained(source, **options)
@@ -101,9 +106,12 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         if frozen and spec.dtype == "bfloat16":
             dtype = torch.bfloat16
         weights = stored_numbers(Path(location)) * dtype.itemsize
-        require_memory(weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model")
+        require_memory(
+            weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model"
+        )
         tokenizer = _tokenizer(source, options)
-        capped = getattr(config, "attn_logit_softcapping", None) is not None  # which sdpa does not support
+        # which sdpa does not support
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
         experts = ("num_experts", "num_local_experts", "n_routed_experts")
         if any(getattr(config, name, None) for name in experts):
             # The only implementation with forward-mode derivatives, which runs them one by one.
@@ -121,12 +129,16 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         raise
     except Exception as error:  # broken files can raise any exception in transformers
         problem = "" if Path(location).exists() else "no such folder, and as a hub id it "
-        raise UserError(f"policy.model {spec.model!r}: {problem}cannot be loaded: {first_line(error)}") from error
+        raise UserError(
+            f"policy.model {spec.model!r}: {problem}cannot be loaded: {first_line(error)}"
+        ) from error
     model, info = loaded
     missing = sorted(map(str, [*info["missing_keys"], *info.get("mismatched_keys", ())]))
     if missing:
         lacks = f"the checkpoint has no weights for {missing[0]} ({len(missing)} in all)"
-        raise UserError(f"policy.model {spec.model!r}: {lacks}; save the full model with save_pretrained")
+        raise UserError(
+            f"policy.model {spec.model!r}: {lacks}; save the full model with save_pretrained"
+        )
     if location.endswith(GGUF):
         del model.config.quantization_config  # the weights are dequantized, and can be saved
         model.hf_quantizer = None
@@ -158,7 +170,9 @@ def make_policy(
         none = "neither the tokenizer nor the generation config has an end-of-text token"
         raise UserError(f"policy.model {source!r}: {none}; set eos_token in tokenizer_config.json")
     if prompt_format == "chat" and not tokenizer.chat_template:
-        raise UserError(f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'")
+        raise UserError(
+            f"policy.prompt_format 'chat': the tokenizer of {source!r} has no chat template; use 'plain'"
+        )
     return Policy(
         model=model,
         tokenizer=tokenizer,
@@ -179,7 +193,9 @@ def _locate(model: str) -> str:
     path, problem = Path(model).expanduser(), ""
     if path.is_dir():
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-            problem = "needs config.json and weights in *.safetensors, as save_pretrained writes them"
+            problem = (
+                "needs config.json and weights in *.safetensors, as save_pretrained writes them"
+            )
         if any(path.glob(f"*{GGUF}")) and not any(path.glob("*.safetensors")):
             problem = f"has a GGUF file; give the file itself: {next(path.glob(f'*{GGUF}'))}"
     elif path.is_file():
@@ -201,18 +217,23 @@ def _tokenizer(location: str, options: dict[str, Any]) -> PreTrainedTokenizerBas
     """
     declared = get_tokenizer_config(location, **options).get("tokenizer_class")
     generic = declared in ("PreTrainedTokenizerFast", "TokenizersBackend")
-    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(location, **options)
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(
+        location, **options
+    )
 
 
 def _device(name: str) -> torch.device:
     if name == "auto":
-        no_gpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"  # accelerate launch --cpu
+        # accelerate launch --cpu
+        no_gpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() == "true"
         return torch.device("cuda" if torch.cuda.is_available() and not no_gpu else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"policy.device {name!r}: not available ({first_line(error)}); use 'auto' or 'cpu'") from error
+        raise UserError(
+            f"policy.device {name!r}: not available ({first_line(error)}); use 'auto' or 'cpu'"
+        ) from error
     return device
 
 
@@ -246,7 +267,10 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
     peft = _peft()
     modules = {"target_modules": "all-linear", "lora_dropout": 0.0, "bias": "none"}
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, **modules)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings(action="ignore", category=FutureWarning):
+    with (
+        torch.random.fork_rng(devices=[]),
+        warnings.catch_warnings(action="ignore", category=FutureWarning),
+    ):
         torch.default_generator.manual_seed(0)
         adapted = peft.get_peft_model(model, config)
     config.base_model_name_or_path = base
@@ -256,20 +280,28 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
 def load_adapters(model: nn.Module, folder: Path) -> nn.Module:
     """Add the trainable adapters saved in `folder`, as safetensors, to a model; raises UserError where they do not match it."""
     if not (folder / ADAPTER_WEIGHTS).is_file():  # peft would load a pickle, which can run code
-        raise UserError(f"policy.model '{folder}': no {ADAPTER_WEIGHTS}; save the adapters with save_pretrained")
+        raise UserError(
+            f"policy.model '{folder}': no {ADAPTER_WEIGHTS}; save the adapters with save_pretrained"
+        )
     peft = _peft()
     try:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):
             adapted = peft.PeftModel.from_pretrained(model, str(folder), is_trainable=True)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise UserError(f"policy.model '{folder}': cannot load the adapters: {str(error).splitlines()[0]}") from error
+        raise UserError(
+            f"policy.model '{folder}': cannot load the adapters: {str(error).splitlines()[0]}"
+        ) from error
     return adapted.eval()
 
 
 def adapter_folder(model: str) -> Path | None:
     """The folder `model`, if it contains adapters without a full model, else None."""
     folder = Path(model).expanduser()
-    return folder if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file() else None
+    return (
+        folder
+        if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+        else None
+    )
 
 
 def base_of(folder: Path) -> str:
@@ -278,9 +310,13 @@ def base_of(folder: Path) -> str:
     Raises:
         UserError: The adapters do not name a base model.
     """
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(
+        "base_model_name_or_path"
+    )
     if not isinstance(base, str) or not base:
-        raise UserError(f"policy.model '{folder}': {ADAPTER_CONFIG} names no base model; set base_model_name_or_path")
+        raise UserError(
+            f"policy.model '{folder}': {ADAPTER_CONFIG} names no base model; set base_model_name_or_path"
+        )
     return base
 
 
@@ -288,7 +324,9 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError:
-        raise UserError("policy.lora: peft is not installed; pip install 'sharpscope[peft]'") from None
+        raise UserError(
+            "policy.lora: peft is not installed; pip install 'sharpscope[peft]'"
+        ) from None
     return peft
 
 

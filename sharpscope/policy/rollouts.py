@@ -61,7 +61,9 @@ class Completions:
     def rows(self, index: Tensor) -> Self:
         """Select the rows `index` (long or bool), without changing the width."""
         order = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        selected: dict[str, Any] = {name: v[order.to(v.device)] for name, v in self._tensors().items()}
+        selected: dict[str, Any] = {
+            name: v[order.to(v.device)] for name, v in self._tensors().items()
+        }
         return replace(self, **selected, texts=[self.texts[i] for i in order.tolist()])
 
     def to(self, device: torch.device) -> Self:
@@ -118,7 +120,9 @@ def completions_of(
 def padded(rows: Sequence[Sequence[int]], value: int = 0, left: bool = False) -> Tensor:
     """(n, width) long: the rows followed by `value`, or preceded by it."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value, padding_side="left" if left else "right")
+    return pad_sequence(
+        tensors, batch_first=True, padding_value=value, padding_side="left" if left else "right"
+    )
 
 
 C = TypeVar("C", bound=Completions)

@@ -34,7 +34,9 @@ def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:
     from torch.distributed.fsdp import fully_shard
 
     if has_adapters(model):
-        raise UserError("policy.lora: adapters are not sharded; launch without --use_fsdp (data-parallel processes)")
+        raise UserError(
+            "policy.lora: adapters are not sharded; launch without --use_fsdp (data-parallel processes)"
+        )
     layers = layers_of(model)
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     outside = {parameter for parameter in model.parameters() if parameter not in inside}
@@ -42,7 +44,12 @@ def shard(model: nn.Module, reshard_after_forward: bool = True) -> None:
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
     for layer in layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(backbone(model), mesh=mesh, reshard_after_forward=reshard_after_forward, ignored_params=outside)
+    fully_shard(
+        backbone(model),
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        ignored_params=outside,
+    )
     for module in _sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo does not support scaled sums
@@ -61,7 +68,9 @@ def is_shard(tensor: Tensor) -> bool:
 def copies(tensor: Any) -> int:
     """Number of processes that hold the same part of a sharded tensor; above 1 where groups of processes hold whole models (HSDP)."""
     mesh = tensor.device_mesh
-    return math.prod(mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate())
+    return math.prod(
+        mesh.size(axis) for axis, placed in enumerate(tensor.placements) if placed.is_replicate()
+    )
 
 
 def local_part(tensor: Any) -> Tensor:
@@ -110,9 +119,15 @@ def unsharded(model: nn.Module, layers: bool = True) -> Iterator[None]:
 
     Without `layers` only the other weights, such as the output layer's: then all processes must run the layers equally often.
     """
-    modules = [m for m in _sharded_modules(model) if layers or not isinstance(m, GradientCheckpointingLayer)]
+    modules = [
+        m
+        for m in _sharded_modules(model)
+        if layers or not isinstance(m, GradientCheckpointingLayer)
+    ]
     # torch has no function that returns this setting, which can differ between modules.
-    before = [(group, group.post_forward_mesh_info) for module in modules for group in _groups(module)]
+    before = [
+        (group, group.post_forward_mesh_info) for module in modules for group in _groups(module)
+    ]
     for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
         module.unshard()
@@ -167,7 +182,12 @@ class ModelView:
 
 
 def gathered_copy(
-    model: nn.Module, optimizer: torch.optim.AdamW, device: torch.device, *, keep: bool = True, moments: bool = True
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    device: torch.device,
+    *,
+    keep: bool = True,
+    moments: bool = True,
 ) -> ModelView:
     """Copy a sharded model with all weights and gradients, and with `moments` the optimizer's state, to `device`.
 
@@ -195,13 +215,17 @@ def gathered_copy(
         buffers = dict(plain.named_buffers())
         for name, buffer in model.named_buffers() if keep else ():
             buffers[name].copy_(buffer)
-    groups = [group | {"params": [copies[p] for p in group["params"]]} for group in optimizer.param_groups]
+    groups = [
+        group | {"params": [copies[p] for p in group["params"]]} for group in optimizer.param_groups
+    ]
     copied_optimizer = torch.optim.AdamW(groups)
     for tensor, state in optimizer.state.items() if moments else ():
         for name, value in state.items():
             entry = full_tensor(value)
             if keep:
-                copied_optimizer.state[copies[tensor]][name] = entry if name == "step" else entry.to(device)
+                copied_optimizer.state[copies[tensor]][name] = (
+                    entry if name == "step" else entry.to(device)
+                )
     return ModelView(plain, [p for p in plain.parameters() if p.requires_grad], copied_optimizer)
 
 
@@ -215,5 +239,7 @@ def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW
         for entry, value in whole.optimizer.state.get(full_parameter, {}).items():
             part = value
             if entry != "step" and is_shard(parameter):
-                part = distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements)
+                part = distribute_tensor(
+                    value.to(parameter.device), parameter.device_mesh, parameter.placements
+                )
             optimizer.state[parameter][entry] = part

@@ -53,7 +53,9 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
     """Copy `values` (M, …) to the true positions of `keep` (N, T), row by row; 0 elsewhere. Differentiable."""
     index = keep.flatten().nonzero()[:, 0]
     rest = values.shape[1:]
-    return values.new_zeros(keep.numel(), *rest).index_copy(0, index, values).view(*keep.shape, *rest)
+    return (
+        values.new_zeros(keep.numel(), *rest).index_copy(0, index, values).view(*keep.shape, *rest)
+    )
 
 
 @torch.no_grad()
@@ -68,14 +70,24 @@ def flat_stats(
     out = {name: torch.empty(len(hidden), dtype=dtype, device=hidden.device) for name in STAT_NAMES}
     out["hidden_norm"] = torch.linalg.vector_norm(hidden, dim=-1, dtype=dtype)
     budget = LOGIT_BYTES if z is None else cache_budget()
-    for start, stop in chunks(len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, budget):
+    for start, stop in chunks(
+        len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, budget
+    ):
         part = head.logits(hidden[start:stop]) if z is None else z[start:stop].clone()  # (C, V)
-        logit_stats(part, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()})
+        logit_stats(
+            part, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()}
+        )
     return out
 
 
 def flat_logp(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, *, stats: bool, keep_logits: bool | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    *,
+    stats: bool,
+    keep_logits: bool | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Log-probabilities (M,) [nats] of `targets` (M,), differentiable in `hidden` (M, d), at least float32, and the head.
 
@@ -91,8 +103,12 @@ def flat_logp(
         logp = _in_chunks(_logp, hidden, targets, head, temperature)
         return logp, flat_stats(hidden.detach(), head, targets, temperature) if stats else {}
     z = head.logits(hidden)  # (M, V)
-    logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1).gather(1, targets[:, None])[:, 0]
-    return logp, flat_stats(hidden.detach(), head, targets, temperature, z.detach()) if stats else {}
+    logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1).gather(
+        1, targets[:, None]
+    )[:, 0]
+    return logp, flat_stats(
+        hidden.detach(), head, targets, temperature, z.detach()
+    ) if stats else {}
 
 
 def flat_entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
@@ -107,7 +123,13 @@ def _in_chunks(
     bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
     parts = [
         checkpoint(
-            function, hidden[a:b], targets[a:b], head, temperature, use_reentrant=False, preserve_rng_state=False
+            function,
+            hidden[a:b],
+            targets[a:b],
+            head,
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
         for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES)
     ]
@@ -115,7 +137,9 @@ def _in_chunks(
 
 
 def _logp(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
-    return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, targets[:, None])[:, 0]
+    return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, targets[:, None])[
+        :, 0
+    ]
 
 
 def _entropy(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
@@ -137,11 +161,15 @@ def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) 
     """
     parts = []
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    for start, stop in chunks(len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, LOGIT_BYTES):
+    for start, stop in chunks(
+        len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, LOGIT_BYTES
+    ):
         z = head.logits(hidden[start:stop]) / temperature  # (C, V)
         floor = z.amax(1, keepdim=True) + math.log(PROXY_MIN_P)
         kept = torch.where(z >= floor, z, -torch.inf)
-        parts.append((kept.gather(1, targets[start:stop, None]) - kept.logsumexp(1, keepdim=True))[:, 0])
+        parts.append(
+            (kept.gather(1, targets[start:stop, None]) - kept.logsumexp(1, keepdim=True))[:, 0]
+        )
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=dtype)
 
 
@@ -159,7 +187,9 @@ class Moments:
         """The next ascent step per learning rate of the rows (C, k) on `gradient` (C, k, d) of an objective to be raised."""
         (beta1, beta2), number = self.betas, self.step + 1
         mean = torch.lerp(gradient, -self.mean[rows].to(gradient), beta1).div_(1 - beta1**number)
-        square = torch.lerp(gradient.square(), self.square[rows].to(gradient), beta2).div_(1 - beta2**number)
+        square = torch.lerp(gradient.square(), self.square[rows].to(gradient), beta2).div_(
+            1 - beta2**number
+        )
         return mean.div_(square.sqrt_().add_(self.eps))
 
 
@@ -186,7 +216,11 @@ def flat_curvature(
     top = min(CURVATURE_TOP, head.weight.shape[0])
     bytes_per_row = dtype.itemsize * max(head.weight.shape[0], 6 * top * hidden.shape[1])
     for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES):
-        h, a, y = hidden[start:stop].to(dtype), advantage[start:stop].to(dtype), targets[start:stop, None]
+        h, a, y = (
+            hidden[start:stop].to(dtype),
+            advantage[start:stop].to(dtype),
+            targets[start:stop, None],
+        )
         p = torch.softmax(head.logits(h).to(dtype) / temperature, -1)  # (C, V)
         rows = p.scatter(1, y, torch.inf).topk(top).indices  # (C, k)
         pi = p.gather(1, rows)
@@ -244,7 +278,9 @@ def cache_budget() -> dict[str, int]:
     return CACHE_BYTES | {"cpu": CACHE_BYTES["cpu"] * torch.get_num_threads()}
 
 
-def chunks(rows: int, bytes_per_row: int, device: torch.device, budget: dict[str, int]) -> list[tuple[int, int]]:
+def chunks(
+    rows: int, bytes_per_row: int, device: torch.device, budget: dict[str, int]
+) -> list[tuple[int, int]]:
     """Bounds of consecutive chunks of `rows`, each of at least one row and within the device's budget."""
     size = max(1, budget.get(device.type, budget["cuda"]) // bytes_per_row)
     return [(start, min(start + size, rows)) for start in range(0, rows, size)]

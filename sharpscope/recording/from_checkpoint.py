@@ -17,26 +17,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from sharpscope.config.method import Method
 from sharpscope.config.run import Check
 from sharpscope.errors import UserError
-from sharpscope.objective import (
-    calibrate,
-    estimate_advantages,
-    policy_loss,
-    prepare,
-    reference_method,
-    token_normalizer,
-)
+from sharpscope.methods import reference_method
+from sharpscope.methods.advantages import estimate_advantages
+from sharpscope.methods.loss import policy_loss, token_normalizer
+from sharpscope.methods.method import Method
+from sharpscope.methods.plan import calibrate, prepare
 from sharpscope.policy import Policy, Rollouts, TokenStats, completions_of
+from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scorer
-from sharpscope.probes import attribute, logp_gradient, noise_rotation, rotation, score_norms
 from sharpscope.recording.norms import layer_groups, norms
 from sharpscope.recording.observers import layer_values, leading
 from sharpscope.recording.rows import rounded
 from sharpscope.recording.step import step_tensors
 from sharpscope.rules.judging import Event
-from sharpscope.traces import TABLES, Run, RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
+from sharpscope.tokens import attribute, logp_gradient, score_norms
+from sharpscope.traces import (
+    TABLES,
+    Run,
+    RunLock,
+    TraceWriter,
+    create_run_dir,
+    create_run_info,
+    update_run_info,
+)
 from sharpscope.traces.files import now
 
 if TYPE_CHECKING:
@@ -100,7 +105,9 @@ def probe_trace(
             for step in run.token_steps:
                 tokens = run.arrow("tokens", [step])
                 if step in chosen:
-                    probed, columns, updates[step] = _measure(step_rows(run, step, tokens, policy), method, check)
+                    probed, columns, updates[step] = _measure(
+                        step_rows(run, step, tokens, policy), method, check
+                    )
                     for name, values in columns.items():
                         tokens = _replaced(tokens, name, values)
                     results.append(probed)
@@ -111,7 +118,12 @@ def probe_trace(
                 if table not in ("tokens", "steps"):
                     writer.append_table(table, run.arrow(table))
             known = set(run.updates["step"])
-            for update in (update for step, of_step in updates.items() if step not in known for update in of_step):
+            for update in (
+                update
+                for step, of_step in updates.items()
+                if step not in known
+                for update in of_step
+            ):
                 writer.append("updates", update)
             writer.append_table("steps", _with_norms(run.arrow("steps"), updates))
     except BaseException:
@@ -148,13 +160,17 @@ def _measure(
     """One step: what was measured, columns of its tokens and, where there are coefficients, rows of its updates."""
     frame, known = rows.frame, rows.known
     columns = {
-        name: rows.column(getattr(rows.stats, name)) for name in STATISTICS if frame.loc[known, name].isna().all()
+        name: rows.column(getattr(rows.stats, name))
+        for name in STATISTICS
+        if frame.loc[known, name].isna().all()
     }
     rotation: dict[str, float] = {}
     if method is not None:
         values, rotation = replay(rows, method)
         columns |= {name: rows.column(value) for name, value in values.items()}
-        rows = replace(rows, frame=frame.assign(**{name: columns[name] for name in ("loss_coef", "update")}))
+        rows = replace(
+            rows, frame=frame.assign(**{name: columns[name] for name in ("loss_coef", "update")})
+        )
     found = score_norms(rows.policy.model, method="local", check=check, **rows.given)
     width = rows.rollouts.prompt_width
     local = found.values[:, width:]
@@ -169,7 +185,9 @@ def _measure(
         size = torch.nan_to_num(rows.tensor("loss_coef")).abs() * local.double().cpu()
         for r, p in zip(*map(Tensor.tolist, leading(size)), strict=True):
             by_layer[r, p] = json.dumps(rounded(layer_values(found.groups, (r, p + width))))
-        updates[0] |= {name: value if math.isfinite(value) else None for name, value in rotation.items()}
+        updates[0] |= {
+            name: value if math.isfinite(value) else None for name, value in rotation.items()
+        }
     arrays = {name: pa.array(values, mask=np.isnan(values)) for name, values in columns.items()}
     if by_layer:
         texts = np.full(len(known), None, dtype=object)
@@ -205,7 +223,9 @@ def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]
             }
         )
         if size.total > 0:
-            along = attribute(model, coef=rows.wide(part), direction=gradient, check=check, **rows.given)
+            along = attribute(
+                model, coef=rows.wide(part), direction=gradient, check=check, **rows.given
+            )
             along = along[:, rows.rollouts.prompt_width :].double().cpu()
             shares = torch.where(used, along / size.total**2, shares)
     return shares, made
@@ -214,13 +234,18 @@ def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]
 def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:
     """The table with other values in a column."""
     index = table.schema.get_field_index(name)
-    return table.set_column(index, table.schema.field(index), values.cast(table.schema.field(index).type))
+    return table.set_column(
+        index, table.schema.field(index), values.cast(table.schema.field(index).type)
+    )
 
 
 def _with_norms(steps: pa.Table, updates: dict[int, list[dict[str, Any]]]) -> pa.Table:
     """The steps with the gradient norms and rotations measured, where they have none."""
     for name in ("grad_norm", "gradient_rotation", "gradient_scale", "noise_rotation"):
-        known = {step: [u[name] for u in made if u.get(name) is not None] for step, made in updates.items()}
+        known = {
+            step: [u[name] for u in made if u.get(name) is not None]
+            for step, made in updates.items()
+        }
         means = {step: math.fsum(values) / len(values) for step, values in known.items() if values}
         pairs = zip(steps["step"].to_pylist(), steps[name].to_pylist(), strict=True)
         found = [means.get(step) if old is None else old for step, old in pairs]
@@ -251,12 +276,22 @@ class StepRows:
     @property
     def gap(self) -> float:
         """Mean |ln π of the trace − ln π of the checkpoint| over the tokens [nats]."""
-        return float(np.nanmean(np.abs(self.column(self.stats.logp) - self.frame["logp"].to_numpy(dtype=float))))
+        return float(
+            np.nanmean(
+                np.abs(self.column(self.stats.logp) - self.frame["logp"].to_numpy(dtype=float))
+            )
+        )
 
     @cached_property
     def scorer(self) -> Scorer:
         """Of the checkpoint."""
-        return Scorer(self.policy.model, self.temperature, MICROBATCH, share_prompt=False, compute=self.policy.compute)
+        return Scorer(
+            self.policy.model,
+            self.temperature,
+            MICROBATCH,
+            share_prompt=False,
+            compute=self.policy.compute,
+        )
 
     @cached_property
     def stats(self) -> TokenStats:
@@ -266,14 +301,23 @@ class StepRows:
     @property
     def given(self) -> dict[str, Any]:
         """Arguments of the probes: IDs, attention mask and the mask (N, P+T) of the trace's tokens, temperature."""
-        made, mask = self.rollouts, pad(self.rollouts.completion_mask, (self.rollouts.prompt_width, 0))
-        arguments = {"input_ids": made.input_ids, "mask": mask, "attention_mask": made.attention_mask}
+        made, mask = (
+            self.rollouts,
+            pad(self.rollouts.completion_mask, (self.rollouts.prompt_width, 0)),
+        )
+        arguments = {
+            "input_ids": made.input_ids,
+            "mask": mask,
+            "attention_mask": made.attention_mask,
+        }
         return arguments | {"temperature": self.temperature}
 
     def tensor(self, column: str) -> Tensor:
         """(N, T) float64 values of a column of the token rows; NaN where they are null and outside the mask."""
         made = torch.full(self.rollouts.completion_mask.shape, math.nan, dtype=torch.float64)
-        made[self.at] = torch.tensor(self.frame[column].to_numpy(dtype=float, na_value=math.nan)[self.known])
+        made[self.at] = torch.tensor(
+            self.frame[column].to_numpy(dtype=float, na_value=math.nan)[self.known]
+        )
         return made
 
     def column(self, values: Tensor) -> np.ndarray:
@@ -295,7 +339,11 @@ class StepRows:
 
 def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows:
     """The completions of a step of a trace; UserError where a model cannot read them."""
-    rollouts = run.rollouts[run.rollouts["step"] == step].dropna(subset=["token_ids"]).sort_values("rollout")
+    rollouts = (
+        run.rollouts[run.rollouts["step"] == step]
+        .dropna(subset=["token_ids"])
+        .sort_values("rollout")
+    )
     if rollouts.empty:
         raise UserError(
             f"step {step}: no completion has token IDs; leave the step out with --steps, or import the run again"
@@ -315,15 +363,23 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
     counted = [[False] * (len(one) - c) for one, c in zip(ids, cut, strict=True)]
     for r, p, token in zip(row[known], position[known], frame["token_id"][known], strict=True):
         if cut[r] + p >= len(ids[r]) or ids[r][cut[r] + p] != token:
-            raise UserError(f"step {step}: token_ids of a completion are not those of its tokens; import the run again")
+            raise UserError(
+                f"step {step}: token_ids of a completion are not those of its tokens; import the run again"
+            )
         counted[r][p] = True
     prompts = [one[:c] for one, c in zip(ids, cut, strict=True)]
-    made = completions_of(prompts, [one[c:] for one, c in zip(ids, cut, strict=True)], counted, policy.device)
-    reward = torch.tensor(rollouts["reward"].to_numpy(dtype=float, na_value=math.nan), device=policy.device)
+    made = completions_of(
+        prompts, [one[c:] for one, c in zip(ids, cut, strict=True)], counted, policy.device
+    )
+    reward = torch.tensor(
+        rollouts["reward"].to_numpy(dtype=float, na_value=math.nan), device=policy.device
+    )
     group = rollouts["group"].to_numpy(dtype=float, na_value=-1.0)
     if (group < 0).any():
         group = np.arange(len(group))
-    whole = replace(made, group=torch.tensor(group.astype(int), device=policy.device)).with_reward(reward)
+    whole = replace(made, group=torch.tensor(group.astype(int), device=policy.device)).with_reward(
+        reward
+    )
     recorded = frame["temperature"].dropna()
     if recorded.nunique() > 1:
         given = f"{recorded.min():g} to {recorded.max():g}"
@@ -345,21 +401,34 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
     _check_method(rows, method)
     rollouts, stats, mask = rows.rollouts, rows.stats, rows.rollouts.completion_mask
     whole = replace(rollouts, behavior_logp=rows.tensor("behavior_logp").to(stats.logp))
-    advantage, old = _advantage(rows, method).to(stats.logp.device), rows.tensor("logp").to(stats.logp)
-    reference = torch.nan_to_num(rows.tensor("ref_logp")).to(stats.logp) if method.needs_reference else None
+    advantage, old = (
+        _advantage(rows, method).to(stats.logp.device),
+        rows.tensor("logp").to(stats.logp),
+    )
+    reference = (
+        torch.nan_to_num(rows.tensor("ref_logp")).to(stats.logp) if method.needs_reference else None
+    )
 
     def first_update(one: Method) -> dict[str, Tensor]:
         tensors = step_tensors(whole, advantage, stats, torch.nan_to_num(old), 0.0, one)
         one = one.model_copy(update={"weight": calibrate(one.weight, tensors)})
         plan = prepare(one, tensors)
         logp = stats.logp.detach().clone().requires_grad_()
-        normalizer = token_normalizer(one, mask, mask.shape[1], keep=plan.keep, group=rollouts.group, dtype=logp.dtype)
+        normalizer = token_normalizer(
+            one, mask, mask.shape[1], keep=plan.keep, group=rollouts.group, dtype=logp.dtype
+        )
         out = policy_loss(one, plan, logp, normalizer, reference_logp=reference)
         kl = torch.zeros_like(logp)
         if out.divergence is not None:
             (kl,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
         (coef,) = torch.autograd.grad(out.loss, logp)
-        made = {"loss_coef": coef, "kl_coef": kl, "ratio": out.ratio, "clipped": out.clipped, "weight": plan.weight}
+        made = {
+            "loss_coef": coef,
+            "kl_coef": kl,
+            "ratio": out.ratio,
+            "clipped": out.clipped,
+            "weight": plan.weight,
+        }
         return made | {"advantage": plan.advantage, "update": torch.zeros_like(logp)}
 
     weighted, plain = first_update(method), first_update(reference_method(method))
@@ -373,8 +442,16 @@ def _rotation(rows: StepRows, weighted: Tensor, plain: Tensor) -> dict[str, floa
     parts = [torch.isin(group, half)[:, None] for half in (groups[::2], groups[1::2])]
     halves = [rows.gradient(torch.where(inside, plain, 0.0)) for inside in parts]
     turned = rotation(rows.gradient(weighted), [a + b for a, b in zip(*halves, strict=True)])
-    noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(groups) > 1 else math.nan
-    return {"gradient_rotation": turned.angle, "gradient_scale": turned.scale, "noise_rotation": noise}
+    noise = (
+        noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups))
+        if len(groups) > 1
+        else math.nan
+    )
+    return {
+        "gradient_rotation": turned.angle,
+        "gradient_scale": turned.scale,
+        "noise_rotation": noise,
+    }
 
 
 def _advantage(rows: StepRows, method: Method) -> Tensor:
@@ -398,10 +475,14 @@ def _check_method(rows: StepRows, method: Method) -> None:
     known: Any = rows.frame[rows.known]
     name = method.name or "method"
     if known["loss_coef"].notna().any():
-        raise UserError(f"--method {name}: the files have coefficients of their own (loss_coef); leave --method out")
+        raise UserError(
+            f"--method {name}: the files have coefficients of their own (loss_coef); leave --method out"
+        )
     if not rows.whole:
         lacks = "has a sample of its tokens, or completions without token IDs"
-        raise UserError(f"--method {name}: step {rows.step} {lacks}; leave the step out with --steps")
+        raise UserError(
+            f"--method {name}: step {rows.step} {lacks}; leave the step out with --steps"
+        )
     if (
         method.sharpness is not None
         or method.entropy is not None
@@ -413,6 +494,11 @@ def _check_method(rows: StepRows, method: Method) -> None:
             f"--method {name}: its update is not Σ c ∇ log π of one pass over the tokens; give a method without SAM, entropy bonus, "
             "Lopti's passes, Lp-Reg and CAPO"
         )
-    for needed, column in ((method.needs_reference, "ref_logp"), (method.correction is not None, "behavior_logp")):
+    for needed, column in (
+        (method.needs_reference, "ref_logp"),
+        (method.correction is not None, "behavior_logp"),
+    ):
         if needed and known[column].isna().any():
-            raise UserError(f"--method {name}: needs {column} of each token, which step {rows.step} lacks")
+            raise UserError(
+                f"--method {name}: needs {column} of each token, which step {rows.step} lacks"
+            )

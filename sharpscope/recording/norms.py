@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
+from sharpscope.policy.directions import length
+from sharpscope.policy.guard import group_names
 from sharpscope.policy.sharding import copies, is_shard
-from sharpscope.probes.guard import group_names
-from sharpscope.probes.surface import length
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,9 @@ class Norms:
 
 def layer_groups(model: nn.Module) -> dict[int, str]:
     """Group of each trainable parameter by its identity: `12.attention` in a layer, elsewhere its kind."""
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    named = {
+        name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
     made = {}
     for name, (kind, *layer) in group_names(model, named).items():
         made[id(named[name])] = f"{layer[0].removeprefix('layers.')}.{kind}" if layer else kind
@@ -46,7 +48,9 @@ def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, st
     for owner, square in zip(owners, found, strict=True):
         if groups:
             layers[groups[owner]] += square
-    return Norms(math.sqrt(sum(found)), {name: math.sqrt(square) for name, square in layers.items()})
+    return Norms(
+        math.sqrt(sum(found)), {name: math.sqrt(square) for name, square in layers.items()}
+    )
 
 
 def squares(parts: Iterable[Tensor | None]) -> list[float]:
@@ -106,7 +110,8 @@ def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[tuple[Tensor, Tensor]
             state = optimizer.state[parameter]
             step = float(state["step"])
             scale = math.sqrt(1 - beta2**step)
-            root = state["exp_avg_sq"].sqrt().add_(eps * scale)  # (√v̂ + ε)·scale, in fewer passes over memory
+            # (√v̂ + ε)·scale, in fewer passes over memory
+            root = state["exp_avg_sq"].sqrt().add_(eps * scale)
             adaptive = (state["exp_avg"] / root).mul_(lr * scale / (1 - beta1**step))
             before = (parameter + adaptive) / (1 - lr * decay) if decay else parameter
             yield parameter, adaptive + lr * decay * before if decay else adaptive

@@ -25,36 +25,40 @@ from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, Rollouts, completions_of
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.sharding import ModelView, copy_bytes, is_sharded, reshard
-from sharpscope.probes import (
-    Estimate,
-    ProbeSet,
-    attribute,
-    columns,
-    critical_sharpness,
-    failure_coefficients,
-    labeled,
-    logp_gradient,
-    score_norms,
-    update_direction,
-    update_slope,
-)
-from sharpscope.probes.token_gradients import ShardedProbes
 from sharpscope.recording.health import refusal
 from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, needs_probe_set, run_probe_set
 from sharpscope.recording.rows import written_groups
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive, generator
+from sharpscope.surface import (
+    Estimate,
+    ProbeSet,
+    columns,
+    critical_sharpness,
+    labeled,
+    update_direction,
+    update_slope,
+)
 from sharpscope.tasks import Task
+from sharpscope.tokens import attribute, failure_coefficients, logp_gradient, score_norms
+from sharpscope.tokens.sharded import ShardedProbes
 from sharpscope.traces import robust_z
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 
-HELD_CONSTANT = ("cispo", "dppo", "vespo", "delight")  # surrogates with a factor of the ratio that has no gradient
+# surrogates with a factor of the ratio that has no gradient
+HELD_CONSTANT = (
+    "cispo",
+    "dppo",
+    "vespo",
+    "delight",
+)
 GUESS = 2.0  # first step size of a run's first line search for the critical sharpness, in learning rates
-TOLERANCE = 0.25  # relative width of the bracket in which the critical learning rate is interpolated
+# relative width of the bracket in which the critical learning rate is interpolated
+TOLERANCE = 0.25
 EVALUATIONS = 12  # largest number of losses of a line search
 LEADING = 8  # tokens of an update whose local norms are kept by layer
 CRITICAL = "critical sharpness"  # name under which its time is counted
@@ -78,7 +82,8 @@ class MeasurementSchedule:
         self.seconds: dict[str, float] = {}  # spent so far by measure
         self.training = 0.0  # time of generation and training so far [s]
         self.spikes: list[int] = []  # steps so far at which a spike was measured
-        self.at: dict[str, frozenset[int]] = {}  # measure -> the steps of it, in place of its interval
+        # measure -> the steps of it, in place of its interval
+        self.at: dict[str, frozenset[int]] = {}
         self.most_spikes = MOST_SPIKES
 
     def due(self, measure: str, step: int) -> bool:
@@ -117,7 +122,10 @@ class MeasurementSchedule:
         """Share of the run's time spent on measuring (without evaluation), and seconds by measure, for run.json."""
         total = sum(self.seconds.values())
         share = total / (total + self.training) if total else 0.0
-        return {"share": round(share, 4), "seconds": {name: round(s, 3) for name, s in self.seconds.items()}}
+        return {
+            "share": round(share, 4),
+            "seconds": {name: round(s, 3) for name, s in self.seconds.items()},
+        }
 
 
 class Observers:
@@ -127,23 +135,31 @@ class Observers:
     """
 
     def __init__(
-        self, config: RunConfig, policy: Policy, view: Callable[[], ModelView], drawer: Drawer | None = None
+        self,
+        config: RunConfig,
+        policy: Policy,
+        view: Callable[[], ModelView],
+        drawer: Drawer | None = None,
     ) -> None:
         self.config, self.policy, self.view, self.drawer = config, policy, view, drawer
         self.schedule = MeasurementSchedule(config)
         self.surface = SurfaceProbes(config, view, drawer, self.schedule)
         self.probe_set: ProbeSet | None = None
-        self.fixed: Rollouts | None = None  # solutions of the probe set, for the entropy at fixed tokens
+        # solutions of the probe set, for the entropy at fixed tokens
+        self.fixed: Rollouts | None = None
         self.refused: set[str] = set()  # columns that are left out for the rest of the run
         self.checked: set[str] = set()  # columns that have passed their self-check
-        self.critical_lr: float | None = None  # η_c found last, from which the next line search starts
+        # η_c found last, from which the next line search starts
+        self.critical_lr: float | None = None
         self.sharded = ShardedProbes(policy.model) if is_sharded(policy.model) else None
         gathering = {
             "recording.heldout_influence_every=0": self.schedule.every["influence"],
             "probes.preset=off": self.schedule.every["surface"] and config.probes.functionals,
             "recording.rotation_every=0": self.schedule.every["rotation"],
         }
-        for setting in (name for name, due in gathering.items() if due and self.sharded is not None):
+        for setting in (
+            name for name, due in gathering.items() if due and self.sharded is not None
+        ):
             text = "a copy of all weights and gradients on each process"
             require_memory(copy_bytes(policy.model, 2), policy.device, text, f"set {setting}")
 
@@ -164,7 +180,10 @@ class Observers:
         if self.config.recording.probe_entropy_every:
             self.probe_set.solutions("train")
             solved = [item for item in self.probe_set.split("train") if item.solution]
-            prompts, solutions = [item.prompt_ids for item in solved], [item.solution for item in solved]
+            prompts, solutions = (
+                [item.prompt_ids for item in solved],
+                [item.solution for item in solved],
+            )
             fixed = completions_of(prompts, solutions, device=self.policy.device)
             self.fixed = fixed.with_reward(torch.zeros(len(solved)))
         return self.surface.start(self.probe_set, info)
@@ -176,8 +195,12 @@ class Observers:
             return None
         began = time.perf_counter()
         entropy = scorer.statistics(self.fixed).entropy.double()[self.fixed.completion_mask.bool()]
-        row = Estimate("entropy", "entropy", float(entropy.mean()), functional="nll", prompts=len(self.fixed))
-        row = replace(row, probe_set=self.probe_set.name("train"), seconds=time.perf_counter() - began)
+        row = Estimate(
+            "entropy", "entropy", float(entropy.mean()), functional="nll", prompts=len(self.fixed)
+        )
+        row = replace(
+            row, probe_set=self.probe_set.name("train"), seconds=time.perf_counter() - began
+        )
         self.schedule.spend("entropy", row.seconds)
         return {"step": step, **columns([row])}
 
@@ -189,18 +212,25 @@ class Observers:
 class StepObserver:
     """Called with each update of a step between its gradient and the optimizer's step."""
 
-    def __init__(self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]) -> None:
+    def __init__(
+        self, run: Observers, step: int, rollouts: Rollouts, recent: Sequence[float]
+    ) -> None:
         self.run, self.step, self.rollouts = run, step, rollouts
         self.recent = recent  # log gradient norms of the last steps
-        self.columns: dict[str, Tensor] = {}  # of the tokens table, (N, T) each, NaN where nothing was measured
-        self.by_layer: dict[tuple[int, int], dict[str, float]] = {}  # local norms of leading tokens (rollout, position)
+        # of the tokens table, (N, T) each, NaN where nothing was measured
+        self.columns: dict[str, Tensor] = {}
+        # local norms of leading tokens (rollout, position)
+        self.by_layer: dict[tuple[int, int], dict[str, float]] = {}
         self.events: list[Event] = []  # one for each column that its probe refused
         self.seconds = 0.0
         self._found: list[Estimate] = []
         self._scale = math.nan  # Σ_t |∂L/∂log π_t| of the first update
-        self.spike = False  # whether an update's gradient norm was one, at which all is measured and written
+        # whether an update's gradient norm was one, at which all is measured and written
+        self.spike = False
         # (N,) the rollouts whose tokens are written and may be measured, and the share of groups that are.
-        self.written = written_groups(rollouts, run.config.recording.token_rows, run.config.seed, step)
+        self.written = written_groups(
+            rollouts, run.config.recording.token_rows, run.config.seed, step
+        )
 
     @property
     def rows(self) -> dict[str, Any]:
@@ -217,9 +247,9 @@ class StepObserver:
         spec, schedule = self.run.config.recording, self.run.schedule
         due, spike = schedule.due, False
         if spec.spike_z is not None and update.grad_norm > 0:
-            spike = robust_z(self.recent, math.log(update.grad_norm)) >= spec.spike_z and schedule.spike_allowed(
-                self.step
-            )
+            spike = robust_z(
+                self.recent, math.log(update.grad_norm)
+            ) >= spec.spike_z and schedule.spike_allowed(self.step)
         measures = [name for name in ("norms", "shares") if spike or due(name, self.step)]
         measures += ["influence"] if due("influence", self.step) else []
         if spike:
@@ -295,7 +325,9 @@ class StepObserver:
                 )
             compute = self.run.policy.compute or next(model.parameters()).dtype
             # The loss is near 0 and its terms are not; low precision averages out over tokens.
-            rounding = torch.finfo(compute).eps * (1 / 8 if compute in (torch.bfloat16, torch.float16) else 4)
+            rounding = torch.finfo(compute).eps * (
+                1 / 8 if compute in (torch.bfloat16, torch.float16) else 4
+            )
             lr = max(float(group["lr"]) for group in optimizer.param_groups)
             direction = update_direction(optimizer, model)
             found = critical_sharpness(
@@ -315,7 +347,9 @@ class StepObserver:
             self._found += labeled([*found.estimates(), *threshold], functional="surrogate")
             if not found.converged:
                 text = f"critical sharpness: {found.why}"
-                self.events.append(Event(self.step, "probe", "info", math.nan, math.nan, "none", text))
+                self.events.append(
+                    Event(self.step, "probe", "info", math.nan, math.nan, "none", text)
+                )
 
         if self.run.critical_due(self.step):
             with self._timed(CRITICAL):
@@ -329,18 +363,30 @@ class _UpdateProbes:
         self.observer, self.update, self.sharded = observer, update, observer.run.sharded
         self.run, self.config = observer.run, observer.run.config
         group = observer.rollouts.group[update.rows.to(observer.rollouts.group.device)]
-        self.rows, self.probability, share = torch.arange(len(group)), 1.0, self.config.recording.group_share
-        self.inactive = torch.arange(0)  # rows of groups without a gradient that are not measured but written
+        self.rows, self.probability, share = (
+            torch.arange(len(group)),
+            1.0,
+            self.config.recording.group_share,
+        )
+        # rows of groups without a gradient that are not measured but written
+        self.inactive = torch.arange(0)
         self.inactive_probability = 1.0
         written = observer.written[0][update.rows.cpu()]
         if not sampled or share < 1 or not bool(written.all()):
-            seeded, group = generator(self.config.seed, "groups", observer.step, update.index), group.cpu()
+            seeded, group = (
+                generator(self.config.seed, "groups", observer.step, update.index),
+                group.cpu(),
+            )
             moved = (update.loss_coef != 0).any(dim=1).cpu()
             least = math.ceil(2 / self.config.update.mini_batches)  # two groups a step
-            self.rows, self.probability = sample_groups(group, moved, share if sampled else 1.0, seeded, written, least)
+            self.rows, self.probability = sample_groups(
+                group, moved, share if sampled else 1.0, seeded, written, least
+            )
             inactive = ~torch.isin(group, group[moved])
             self.inactive = (inactive & written).nonzero()[:, 0]
-            self.inactive_probability = len(group[self.inactive].unique()) / max(len(group[inactive].unique()), 1)
+            self.inactive_probability = len(group[self.inactive].unique()) / max(
+                len(group[inactive].unique()), 1
+            )
         part = self.part = observer.rollouts.rows(update.rows[self.rows.to(update.rows.device)])
         self.mask = _mask(part)
         coef = update.loss_coef[self.rows.to(update.loss_coef.device)].to(part.input_ids.device)
@@ -351,13 +397,23 @@ class _UpdateProbes:
         """The present model, of a sharded one a gathered copy."""
         return self.run.view()
 
-    def _each(self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor, *, together: bool = False) -> Tensor:
+    def _each(
+        self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor, *, together: bool = False
+    ) -> Tensor:
         """Values (m, P+T) of `rows` (m,), a part by each process; `together`: also a process without rows calls the probe."""
         part, temperature = self.part, self.config.rollout.temperature
 
         def of_rows(some: Tensor) -> Tensor:
-            given = {"input_ids": part.input_ids, "mask": mask, "attention_mask": part.attention_mask}
-            return probe(some, temperature=temperature, **{name: values[some] for name, values in given.items()})
+            given = {
+                "input_ids": part.input_ids,
+                "mask": mask,
+                "attention_mask": part.attention_mask,
+            }
+            return probe(
+                some,
+                temperature=temperature,
+                **{name: values[some] for name, values in given.items()},
+            )
 
         if together:
             found = of_rows(rows[distributed.local_slice(len(rows))])
@@ -367,14 +423,20 @@ class _UpdateProbes:
     def put(self, name: str, values: Tensor) -> None:
         """Keep a column (n, P+T), and the probability that its rows were drawn."""
         self.observer.put(name, self.update, self.rows, values)
-        self.observer.put("inclusion_probability", self.update, self.rows, torch.full_like(values, self.probability))
+        self.observer.put(
+            "inclusion_probability",
+            self.update,
+            self.rows,
+            torch.full_like(values, self.probability),
+        )
 
     def norms(self) -> None:
         """Local norms of all tokens, exact norms of a few."""
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:
-            by_layer: dict[int, Mapping[str, Tensor]] = {}  # first row that this process measures -> norms by layer
+            # first row that this process measures -> norms by layer
+            by_layer: dict[int, Mapping[str, Tensor]] = {}
 
             def measured(some: Tensor, **given: Any) -> Tensor:
                 if self.sharded is not None:
@@ -392,7 +454,9 @@ class _UpdateProbes:
             self._leading(local[0], by_layer)
 
         self.observer.fill("score_norm_local", measure_local)
-        self.observer.fill("score_norm", lambda check: self._exact(local[0] if local else None, check))
+        self.observer.fill(
+            "score_norm", lambda check: self._exact(local[0] if local else None, check)
+        )
 
     def _leading(self, local: Tensor, by_layer: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Local norms by layer of the tokens with the largest |c|·‖∇log π‖ among those that the update is the first to use."""
@@ -404,7 +468,9 @@ class _UpdateProbes:
         for row, position in zip(*(index.tolist() for index in leading(size)), strict=True):
             for first, groups in by_layer.items():
                 if 0 <= row - first < len(next(iter(groups.values()))):
-                    mine[rollout[row], position] = layer_values(groups, (row - first, position + width))
+                    mine[rollout[row], position] = layer_values(
+                        groups, (row - first, position + width)
+                    )
         for measured in distributed.gather(mine):
             self.observer.by_layer |= measured
 
@@ -422,24 +488,33 @@ class _UpdateProbes:
         """Attribution of the measured rows, and that of groups without a gradient, which is known to be 0."""
         self.put("attribution", self._along(gradient, check, self.sharded) / norm**2)
         known = torch.zeros(len(self.inactive), self.mask.shape[1])
-        for name, values in (("attribution", known), ("inclusion_probability", known + self.inactive_probability)):
+        for name, values in (
+            ("attribution", known),
+            ("inclusion_probability", known + self.inactive_probability),
+        ):
             self.observer.put(name, self.update, self.inactive, values)
 
     def influence(self) -> None:
         """c_t⟨∇log π_t, ∇L_heldout⟩ of all tokens; positive lowers the held-out loss."""
         self.observer.fill(
             "heldout_influence",
-            lambda check: self.put("heldout_influence", self._along(self._heldout_gradient(), check)),
+            lambda check: self.put(
+                "heldout_influence", self._along(self._heldout_gradient(), check)
+            ),
         )
 
-    def _along(self, direction: list[Tensor], check: Check, sharded: ShardedProbes | None = None) -> Tensor:
+    def _along(
+        self, direction: list[Tensor], check: Check, sharded: ShardedProbes | None = None
+    ) -> Tensor:
         """c_t⟨∇log π_t, direction⟩ (n, P+T); rows whose c are all 0 are not run."""
         live = ((self.coef != 0) & self.mask.bool()).any(dim=1).nonzero()[:, 0]
         out = torch.zeros_like(self.coef)
 
         def measured(some: Tensor, **given: Any) -> Tensor:
             if sharded is None:
-                return attribute(self.view.model, coef=self.coef[some], direction=direction, check=check, **given)
+                return attribute(
+                    self.view.model, coef=self.coef[some], direction=direction, check=check, **given
+                )
             rates = sharded.along(direction=direction, check=check != "off", **given)
             return self.coef[some].to(rates) * rates
 
@@ -452,7 +527,11 @@ class _UpdateProbes:
         part, count = self.part, self.config.recording.exact_tokens
         first = self.update.first_use[self.rows].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
-        size = torch.zeros(len(places), device=first.device) if local is None else local[:, part.prompt_width :][first]
+        size = (
+            torch.zeros(len(places), device=first.device)
+            if local is None
+            else local[:, part.prompt_width :][first]
+        )
         order = size.argsort(descending=True, stable=True)
         top = order[: 0 if local is None else count]
         rest = order[len(top) :].sort().values
@@ -474,7 +553,9 @@ class _UpdateProbes:
             found = self._each(lambda _, **given: exact(**given).values, mask, keep)
         else:
             temperature = self.config.rollout.temperature
-            found = self.sharded.exact(part.input_ids[keep], mask[keep], part.attention_mask[keep], temperature)
+            found = self.sharded.exact(
+                part.input_ids[keep], mask[keep], part.attention_mask[keep], temperature
+            )
         values[keep] = torch.where(mask[keep].bool(), found.float(), math.nan)
         chances = torch.full_like(values, math.nan)
         chances[rows, columns] = self.probability * probability
@@ -490,12 +571,21 @@ class _UpdateProbes:
         drawn = probe_set.draw("heldout", HELDOUT_SAMPLES, drawer, seed)
         mask = _mask(drawn.rollouts)
         mine = distributed.local_slice(len(mask))
-        coef, rows = failure_coefficients(mask, drawn.correct)[mine], drawn.rollouts.rows(torch.arange(len(mask))[mine])
+        coef, rows = (
+            failure_coefficients(mask, drawn.correct)[mine],
+            drawn.rollouts.rows(torch.arange(len(mask))[mine]),
+        )
 
         def gradient() -> list[Tensor]:
             if not len(rows):
                 return [torch.zeros_like(p) for p in self.view.parameters]
-            given = (rows.input_ids, _mask(rows), coef, rows.attention_mask, self.config.rollout.temperature)
+            given = (
+                rows.input_ids,
+                _mask(rows),
+                coef,
+                rows.attention_mask,
+                self.config.rollout.temperature,
+            )
             return logp_gradient(model, *given)
 
         return distributed.sum_tensors(distributed.together(gradient))
@@ -510,14 +600,23 @@ def leading(size: Tensor) -> tuple[Tensor, Tensor]:
 
 def layer_values(groups: Mapping[str, Tensor], at: tuple[int, int]) -> dict[str, float]:
     """Norms of one token, at `at` in (N, S), by layer (`0`, `1`, …) and of the embedding and the output layer."""
-    of = {name.removeprefix("layers."): norm for name, norm in groups.items() if name.startswith("layers.")}
+    of = {
+        name.removeprefix("layers."): norm
+        for name, norm in groups.items()
+        if name.startswith("layers.")
+    }
     of = dict(sorted(of.items(), key=lambda item: int(item[0])))
     of |= {name: groups[name] for name in ("embedding", "head") if name in groups}
     return {name: float(norm[at]) for name, norm in of.items()}
 
 
 def sample_groups(
-    group: Tensor, moved: Tensor, share: float, seeded: torch.Generator, written: Tensor, least: int = 2
+    group: Tensor,
+    moved: Tensor,
+    share: float,
+    seeded: torch.Generator,
+    written: Tensor,
+    least: int = 2,
 ) -> tuple[Tensor, float]:
     """Rows of a simple random sample of the groups with a gradient, in order, and the probability that such a group is in it.
 
@@ -533,4 +632,6 @@ def sample_groups(
 
 def _mask(part: Rollouts) -> Tensor:
     """(n, P+T): 1 on the completion tokens that count."""
-    return torch.cat([torch.zeros_like(part.input_ids[:, : part.prompt_width]), part.completion_mask], dim=1)
+    return torch.cat(
+        [torch.zeros_like(part.input_ids[:, : part.prompt_width]), part.completion_mask], dim=1
+    )

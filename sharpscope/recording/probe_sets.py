@@ -16,7 +16,11 @@ from sharpscope import distributed
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Policy, draw_scored, load_policy, render_prompts
 from sharpscope.policy.sharding import ModelView
-from sharpscope.probes import (
+from sharpscope.recording.health import refusal
+from sharpscope.recording.run_folder import note
+from sharpscope.rules.judging import Event
+from sharpscope.seeds import derive
+from sharpscope.surface import (
     Drawn,
     Estimate,
     ProbeSet,
@@ -28,10 +32,6 @@ from sharpscope.probes import (
     prompt_columns,
     run,
 )
-from sharpscope.recording.health import refusal
-from sharpscope.recording.run_folder import note
-from sharpscope.rules.judging import Event
-from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
@@ -49,7 +49,9 @@ class Drawer:
     def __call__(self, examples: Sequence[Example], samples: int, seed: int) -> Drawn:
         """`samples` completions per example, rows of an example adjacent, with their success (0 or 1)."""
         drawn, rewards = draw_scored(self.policy, self.task, examples, samples, self.sampling, seed)
-        correct = torch.tensor([r.correct for r in rewards], dtype=torch.float32, device=self.policy.device)
+        correct = torch.tensor(
+            [r.correct for r in rewards], dtype=torch.float32, device=self.policy.device
+        )
         return Drawn(drawn.with_reward(correct), correct)
 
 
@@ -100,13 +102,18 @@ class SurfaceProbes:
     """Probes the loss surface at scheduled steps."""
 
     def __init__(
-        self, config: RunConfig, view: Callable[[], ModelView], drawer: Drawer | None, schedule: MeasurementSchedule
+        self,
+        config: RunConfig,
+        view: Callable[[], ModelView],
+        drawer: Drawer | None,
+        schedule: MeasurementSchedule,
     ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
         self.schedule = schedule
         self.probe_set: ProbeSet | None = None
-        self.radius: Radius | None = None  # of the perturbations, found at the first probe and kept in run.json
+        # of the perturbations, found at the first probe and kept in run.json
+        self.radius: Radius | None = None
         self.refused = False  # whether the probed loss differed from the policy's own
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
@@ -120,11 +127,14 @@ class SurfaceProbes:
         bare = [
             split
             for split in probe_set.splits
-            if split in self.spec.splits and not any(item.solution for item in probe_set.split(split))
+            if split in self.spec.splits
+            and not any(item.solution for item in probe_set.split(split))
         ]
         if not self.schedule.every["surface"] or "nll" not in self.spec.functionals or not bare:
             return []
-        left = tuple(name for name in self.spec.functionals if name != "nll") or ("expected_failure",)
+        left = tuple(name for name in self.spec.functionals if name != "nll") or (
+            "expected_failure",
+        )
         self.spec = self.spec.model_copy(update={"functionals": left})
         text = (
             f"the initial policy solves no prompt of the probe set's {' and '.join(bare)} prompts, so "
@@ -140,8 +150,14 @@ class SurfaceProbes:
         """Whether the critical sharpness is measured in `step`: at the planned places, else in step 1 and at an interval that is set."""
         if "surface" in self.schedule.at:
             return self.spec.critical_sharpness and self.schedule.due("surface", step)
-        regular = self.spec.every is not None and self.spec.every > 0 and step % self.spec.every == 0
-        return self.spec.critical_sharpness and bool(self.schedule.every["surface"]) and (step == 1 or regular)
+        regular = (
+            self.spec.every is not None and self.spec.every > 0 and step % self.spec.every == 0
+        )
+        return (
+            self.spec.critical_sharpness
+            and bool(self.schedule.every["surface"])
+            and (step == 1 or regular)
+        )
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable."""
@@ -166,8 +182,12 @@ class SurfaceProbes:
         except CheckError as problem:
             self.refused = True
             events.append(refusal(step, "the loss surface", problem))
-        if known is None and self.radius is not None and self.radius.evaluations:  # found here, not given
+        # found here, not given
+        if known is None and self.radius is not None and self.radius.evaluations:
             note(self.config.run_dir, probe_radius=asdict(self.radius))
-        events += [Event(step, "probe", "warning", math.nan, math.nan, "warn", text) for text in problems(estimates)]
+        events += [
+            Event(step, "probe", "warning", math.nan, math.nan, "warn", text)
+            for text in problems(estimates)
+        ]
         tables = {"probes": columns(estimates), "probe_prompts": prompt_columns(estimates)}
         return {name: {"step": step, **values} for name, values in tables.items()}, events

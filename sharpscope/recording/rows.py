@@ -12,13 +12,28 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from sharpscope.config.method import PpoClip
-from sharpscope.objective import Method, gradient_killed, per_token, summarize_weights
+from sharpscope.methods import Method
+from sharpscope.methods.loss import gradient_killed
+from sharpscope.methods.method import PpoClip
+from sharpscope.methods.plan import per_token, summarize_weights
 from sharpscope.policy import Head, Rollouts, TokenStats
-from sharpscope.recording.step import OPTIONAL, SUMMARY, RolloutBatch, StepResult, StepTokens, UpdateResult
+from sharpscope.recording.step import (
+    OPTIONAL,
+    SUMMARY,
+    RolloutBatch,
+    StepResult,
+    StepTokens,
+    UpdateResult,
+)
 from sharpscope.seeds import generator
 
-ROTATION = ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation")
+ROTATION = (
+    "gradient_rotation",
+    "gradient_scale",
+    "update_rotation",
+    "update_scale",
+    "noise_rotation",
+)
 """Columns of the steps and updates tables that compare updates with the reference objective's."""
 
 
@@ -40,10 +55,14 @@ def steps_row(
         "reward_mean": float(reward.mean()),
         "reward_std": float(reward.std()) if len(reward) > 1 else None,
         "accuracy": float(np.mean([r.correct for r in batch.rewards])),
-        "accuracy_completed": accuracy_completed([r.correct for r in batch.rewards], rollouts.truncated.cpu().numpy()),
+        "accuracy_completed": accuracy_completed(
+            [r.correct for r in batch.rewards], rollouts.truncated.cpu().numpy()
+        ),
         "loss": _mean([u.loss for u in done]),
         "kl": _each(float(tokens.kl[counted].sum()), uses) if method.needs_reference else None,
-        "entropy_mean": float(tokens.stats.entropy.cpu()[mask].double().mean()) if mask.any() else None,
+        "entropy_mean": float(tokens.stats.entropy.cpu()[mask].double().mean())
+        if mask.any()
+        else None,
         "grad_norm": _mean([u.grad_norm for u in done]),
         "update_norm": _mean([u.update_norm for u in done]),
         "grad_clipped": _mean([float(u.clip_factor < 1) for u in done]),
@@ -51,7 +70,10 @@ def steps_row(
         "clip_fraction_low": _each(int(tokens.uses_low.sum()), uses),
         "clip_fraction_high": _each(int(tokens.uses_high.sum()), uses),
         **weight_columns(method, tokens, used, progress),
-        **{name: _mean([value for row in rotations if (value := row[name]) is not None]) for name in ROTATION},
+        **{
+            name: _mean([value for row in rotations if (value := row[name]) is not None])
+            for name in ROTATION
+        },
         "zero_std_groups": round(batch.zero_variance_share * len(batch.examples)),
         "completion_length_mean": float(rollouts.completion_mask.sum(dim=1).double().mean()),
         "truncated_fraction": float(rollouts.truncated.double().mean()),
@@ -95,15 +117,20 @@ def unweighted_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
     plain = (tokens.advantage.double() * tokens.ratio.double()).abs()
     known = used & (weight > 0)
     acting = known & (coef > 0) & (plain > 0)
-    scale = torch.where(acting, coef / (weight * plain), 0.0).sum(1) / acting.sum(1).clamp(min=1)  # (N,)
+    # (N,)
+    scale = torch.where(acting, coef / (weight * plain), 0.0).sum(1) / acting.sum(1).clamp(min=1)
     without = torch.where(tokens.clipped == 0, plain * scale[:, None], 0.0)
     unweighted = torch.where(known, coef / torch.where(known, weight, 1.0), without)
     return torch.where(used, unweighted, 0.0)
 
 
-def weight_columns(method: Method, tokens: StepTokens, used: Tensor, progress: float) -> dict[str, float | None]:
+def weight_columns(
+    method: Method, tokens: StepTokens, used: Tensor, progress: float
+) -> dict[str, float | None]:
     """The weight columns of the steps table, over the tokens (N, T) that an update used; null without any."""
-    mass = torch.where(used, unweighted_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0)
+    mass = torch.where(
+        used, unweighted_gradient(tokens, used) * tokens.stats.logit_grad_norm.cpu().double(), 0.0
+    )
     plain = summarize_weights(method.weight, tokens.weight, used, progress=progress)
     massed = summarize_weights(method.weight, tokens.weight, used, progress=progress, mass=mass)
     names = ("mean", "saturation_low", "saturation_high")
@@ -118,8 +145,15 @@ def _rotation_values(update: UpdateResult) -> dict[str, float | None]:
     rotation = update.rotation
     if rotation is None:
         return dict.fromkeys(ROTATION)
-    values = [value for turned in (rotation.gradient, rotation.update) for value in (turned.angle, turned.scale)]
-    return {name: _finite(value) for name, value in zip(ROTATION, [*values, rotation.noise], strict=True)}
+    values = [
+        value
+        for turned in (rotation.gradient, rotation.update)
+        for value in (turned.angle, turned.scale)
+    ]
+    return {
+        name: _finite(value)
+        for name, value in zip(ROTATION, [*values, rotation.noise], strict=True)
+    }
 
 
 def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask: Tensor) -> float:
@@ -231,7 +265,9 @@ def token_columns(
         columns[name] = np.ma.masked_array(column, mask=np.isnan(column))
     if by_layer:
         places = zip(rollout.tolist(), position.tolist(), strict=True)
-        columns["score_norm_by_layer"] = [rounded(by_layer[at]) if at in by_layer else None for at in places]
+        columns["score_norm_by_layer"] = [
+            rounded(by_layer[at]) if at in by_layer else None for at in places
+        ]
     return columns
 
 
@@ -254,7 +290,14 @@ def evaluation_row(
     """A row of the eval table, of booleans (prompts, k): whether a completion is correct, and was `truncated` if that is known."""
     share, k = correct.mean(axis=1), correct.shape[1]
     each = prompt_pass_at_k(correct, k)
-    row = {"step": step, "task": task, "split": split, "level": level, "temperature": temperature, "k": k}
+    row = {
+        "step": step,
+        "task": task,
+        "split": split,
+        "level": level,
+        "temperature": temperature,
+        "k": k,
+    }
     return row | {
         "n": len(share),
         "accuracy": float(share.mean()),
@@ -271,7 +314,10 @@ def prompt_pass_at_k(correct: np.ndarray, k: int) -> np.ndarray:
     """(prompts,) unbiased pass@k (arXiv 2107.03374), 1 − C(n−c, k)/C(n, k) with c of a prompt's n ≥ k completions correct."""
     n = correct.shape[1]
     # 1 − Π_{i=n−c+1..n} (1 − k/i), which never overflows
-    missed = [np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) if n - c >= k else 0.0 for c in correct.sum(axis=1)]
+    missed = [
+        np.prod(1.0 - k / np.arange(n - c + 1, n + 1)) if n - c >= k else 0.0
+        for c in correct.sum(axis=1)
+    ]
     return 1.0 - np.array(missed)
 
 

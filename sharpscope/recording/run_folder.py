@@ -23,21 +23,44 @@ import torch
 from sharpscope import distributed
 from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
-from sharpscope.objective import method_label
+from sharpscope.methods import method_label
 from sharpscope.policy import Policy
-from sharpscope.traces import TraceWriter, create_run_info, read_run_info, rewind, update_run_info, write_atomic
-from sharpscope.traces.files import ASIDE, RUN_FILE, TRACES, never_began, now, set_aside, start_files
+from sharpscope.traces import (
+    TraceWriter,
+    create_run_info,
+    read_run_info,
+    rewind,
+    update_run_info,
+    write_atomic,
+)
+from sharpscope.traces.files import (
+    ASIDE,
+    RUN_FILE,
+    TRACES,
+    never_began,
+    now,
+    set_aside,
+    start_files,
+)
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 TRACEBACK = "traceback.txt"
-_REFUSALS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_REFUSALS = (
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+)
 
 
 def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> None:
     """Write config.yaml, tokenizer/ and, last, run.json, which marks a run."""
-    from sharpscope.config import to_yaml
+    from sharpscope.settings import to_yaml
 
     folder = config.run_dir
     try:
@@ -52,7 +75,9 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
         ) from error
 
 
-def run_info(config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch) -> dict[str, Any]:
+def run_info(
+    config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch
+) -> dict[str, Any]:
     """Contents of run.json for a new run."""
     cpu = f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"
     return {
@@ -62,12 +87,16 @@ def run_info(config: RunConfig, policy: Policy, threads: int, launch: distribute
         "config": config.model_dump(mode="json"),
         "versions": versions(),
         "commit": commit(),
-        "device": torch.cuda.get_device_name(policy.device) if policy.device.type == "cuda" else cpu,
+        "device": torch.cuda.get_device_name(policy.device)
+        if policy.device.type == "cuda"
+        else cpu,
         "threads": threads,
         "processes": launch.processes,
         "sharded": launch.sharded,
         "parameters": sum(p.numel() for p in policy.model.parameters()),
-        "trainable_parameters": sum(p.numel() for p in policy.model.parameters() if p.requires_grad),
+        "trainable_parameters": sum(
+            p.numel() for p in policy.model.parameters() if p.requires_grad
+        ),
         "vocabulary": policy.head.weight.shape[0],
     }
 
@@ -101,9 +130,13 @@ def wind_back(folder: Path, step: int | None) -> list[str]:
     """Remove the rows after `step` from a run's traces, or rename these if it is None; returns notes for run.json."""
     notes = []
     traces = folder / TRACES
-    if step is None and any(path.is_file() and not path.name.endswith(ASIDE) for path in traces.rglob("*")):
+    if step is None and any(
+        path.is_file() and not path.name.endswith(ASIDE) for path in traces.rglob("*")
+    ):
         kept = set_aside(traces)
-        notes = [f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"]
+        notes = [
+            f"no checkpoint to go on from: the run began again, what it had recorded is kept in {kept}"
+        ]
     damaged = rewind(folder, -1 if step is None else step)
     return notes + [f"{name} is set aside: {why}" for name, why in damaged.items()]
 
@@ -123,7 +156,8 @@ def check_reference(folder: Path, fingerprint: str) -> None:
 def refused_write(error: OSError, folder: Path) -> str:
     """A message on a write that the disk refused, with what to do; empty for any other error."""
     number = error.errno
-    if number is None and "os error" in str(error):  # from Rust: "No space left on device (os error 28)"
+    # from Rust: "No space left on device (os error 28)"
+    if number is None and "os error" in str(error):
         number = int("".join(c for c in str(error).rpartition("os error ")[2] if c.isdigit()) or 0)
     if number not in _REFUSALS:
         return ""
@@ -220,7 +254,9 @@ def commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     command = ["git", "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     try:
-        found = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        found = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=10, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip() if (root / ".git").exists() else None

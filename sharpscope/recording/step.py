@@ -11,9 +11,12 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from sharpscope.objective import Method, StepTensors, gradient_mass, informative_groups
+from sharpscope.methods import Method
+from sharpscope.methods.advantages import informative_groups
+from sharpscope.methods.loss import gradient_mass
+from sharpscope.methods.plan import StepTensors
 from sharpscope.policy import Rollouts, TokenStats
-from sharpscope.probes import Rotation
+from sharpscope.policy.directions import Rotation
 from sharpscope.tasks import Example, Reward
 
 
@@ -26,21 +29,33 @@ class RolloutBatch:
     rewards: list[Reward]
     advantage: Tensor  # (N,), or (N, T) where each token has its own; float64
     redrawn_groups: int | None  # by dynamic sampling; None: not known
-    stats: TokenStats | None = None  # of the policy at the start of the step, where the advantages needed them
+    # of the policy at the start of the step, where the advantages needed them
+    stats: TokenStats | None = None
 
     @property
     def idle_share(self) -> float:
         """Share of groups whose advantages are all 0, so that they have no gradient."""
         active = (self.advantage != 0).reshape(len(self.advantage), -1).any(1)
-        return 1 - len(torch.unique(self.rollouts.group.to(active.device)[active])) / len(self.examples)
+        return 1 - len(torch.unique(self.rollouts.group.to(active.device)[active])) / len(
+            self.examples
+        )
 
     @property
     def zero_variance_share(self) -> float:
         """Share of groups in which all rewards are equal."""
-        return 1 - float(informative_groups(self.rollouts.reward, self.rollouts.group).double().mean())
+        return 1 - float(
+            informative_groups(self.rollouts.reward, self.rollouts.group).double().mean()
+        )
 
 
-SUMMARY = ("tokens", "kl_old_k3", "ratio_min", "ratio_max", "clip_fraction_low", "clip_fraction_high")
+SUMMARY = (
+    "tokens",
+    "kl_old_k3",
+    "ratio_min",
+    "ratio_max",
+    "clip_fraction_low",
+    "clip_fraction_high",
+)
 """Columns of the table `updates` that say what its tokens did."""
 
 
@@ -63,12 +78,24 @@ class UpdateTokens:
         return cls(**{name: torch.zeros(shape, dtype=kind) for name, kind in kinds.items()})
 
     def write(
-        self, rows: Tensor, used: Tensor, *, clipped: Tensor, kl: Tensor, ratio: Tensor, log_ratio: Tensor
+        self,
+        rows: Tensor,
+        used: Tensor,
+        *,
+        clipped: Tensor,
+        kl: Tensor,
+        ratio: Tensor,
+        log_ratio: Tensor,
     ) -> None:
         """Fill in the rows `rows` (m,), all but the coefficients, which the backward pass gives."""
         used = used.cpu()
         self.used[rows] = used
-        for target, value in ((self.clipped, clipped), (self.kl, kl), (self.ratio, ratio), (self.log_ratio, log_ratio)):
+        for target, value in (
+            (self.clipped, clipped),
+            (self.kl, kl),
+            (self.ratio, ratio),
+            (self.log_ratio, log_ratio),
+        ):
             target[rows] = torch.where(used, value.detach().cpu().to(target.dtype), 0)
 
     def summary(self) -> dict[str, float]:
@@ -79,7 +106,11 @@ class UpdateTokens:
         ratio, x = self.ratio[self.used], self.log_ratio[self.used]  # (tokens,)
         low, high = (int((sign * self.clipped > 0).sum()) / count for sign in (-1, 1))
         kl = float((torch.expm1(x) - x).mean())
-        return dict(zip(SUMMARY, (count, kl, float(ratio.min()), float(ratio.max()), low, high), strict=True))
+        return dict(
+            zip(
+                SUMMARY, (count, kl, float(ratio.min()), float(ratio.max()), low, high), strict=True
+            )
+        )
 
     def tensors(self) -> list[Tensor]:
         """All fields in their order."""
@@ -96,7 +127,8 @@ class StepTokens:
 
     stats: TokenStats  # of the policy at the start of the step
     weight: Tensor
-    correction: Tensor  # factor for the difference between the sampler's policy and π_old; 1 without one
+    # factor for the difference between the sampler's policy and π_old; 1 without one
+    correction: Tensor
     advantage: Tensor
     loss_coef: Tensor  # ∂L/∂log π_t of that update
     ratio: Tensor
@@ -114,8 +146,12 @@ class StepTokens:
     def unused(cls, stats: TokenStats) -> StepTokens:
         """Tokens with these statistics (N, T) that no update has used yet."""
         shape, real = stats.logp.shape, stats.logp.dtype
-        kinds = dict.fromkeys(("weight", "advantage", "loss_coef", "ratio"), real) | {"clipped": torch.int8}
-        kinds |= dict.fromkeys(("uses", "uses_low", "uses_high"), torch.int32) | {"kl": torch.float64}
+        kinds = dict.fromkeys(("weight", "advantage", "loss_coef", "ratio"), real) | {
+            "clipped": torch.int8
+        }
+        kinds |= dict.fromkeys(("uses", "uses_low", "uses_high"), torch.int32) | {
+            "kl": torch.float64
+        }
         return cls(
             stats=stats,
             correction=torch.ones(shape, dtype=real),
@@ -126,7 +162,16 @@ class StepTokens:
 
     def tensors(self) -> list[Tensor]:
         """The fields that a gradient fills in row by row."""
-        names = ("weight", "correction", "advantage", "loss_coef", "ratio", "clipped", "update", *OPTIONAL)
+        names = (
+            "weight",
+            "correction",
+            "advantage",
+            "loss_coef",
+            "ratio",
+            "clipped",
+            "update",
+            *OPTIONAL,
+        )
         return [getattr(self, name) for name in names]
 
     def count(self, rows: Tensor, tokens: UpdateTokens) -> None:
@@ -160,10 +205,12 @@ class UpdateResult:
     problem: str = ""  # what is not finite; empty if all is
     broken: bool = False  # the model's weights are not finite
     lr: float = math.nan
-    summary: dict[str, float] | None = None  # of its tokens; None if its gradient could not be computed
+    # of its tokens; None if its gradient could not be computed
+    summary: dict[str, float] | None = None
     entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus
     rotation: UpdateRotation | None = None  # where it was measured
-    layers: tuple[dict[str, float], dict[str, float]] | None = None  # norms of gradient and update by layer and kind
+    # norms of gradient and update by layer and kind
+    layers: tuple[dict[str, float], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +221,8 @@ class StepResult:
     tokens: StepTokens
     warnings: tuple[str, ...] = ()  # of the method
     corrected: bool = False  # whether the tokens have a factor for the sampler's policy
-    kl_step: float | None = None  # KL(π_old‖π) of the whole step [nats / token]; None if not measured
+    # KL(π_old‖π) of the whole step [nats / token]; None if not measured
+    kl_step: float | None = None
 
 
 @dataclass(frozen=True)
@@ -189,7 +237,12 @@ class PendingUpdate:
 
 
 def step_tensors(
-    rollouts: Rollouts, advantage: Tensor, stats: TokenStats, old_logp: Tensor, progress: float, method: Method
+    rollouts: Rollouts,
+    advantage: Tensor,
+    stats: TokenStats,
+    old_logp: Tensor,
+    progress: float,
+    method: Method,
 ) -> StepTensors:
     """What the objective needs of a step: rollouts (N, T), `advantage` (N,) or (N, T), the statistics at its start."""
     mask = rollouts.completion_mask

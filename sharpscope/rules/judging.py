@@ -42,12 +42,16 @@ def applies(rule: Rule, measured: np.ndarray, threshold: float | None = None) ->
     return measured <= limit if rule.below else measured >= limit
 
 
-def advise(rule: Rule, trainer: str = "", lr: float | None = None, checkpoint: str | None = None) -> tuple[str, str]:
+def advise(
+    rule: Rule, trainer: str = "", lr: float | None = None, checkpoint: str | None = None
+) -> tuple[str, str]:
     """A rule's meaning and advice, with the trainer's names of the settings (FIELDS)."""
     names = {
         **FIELDS.get(trainer, FIELDS[""]),
         "lr_value": "" if lr is None else f" = {lr:g}",
-        "restart": f"go back to {checkpoint}" if checkpoint else "start again, since there is no checkpoint before",
+        "restart": f"go back to {checkpoint}"
+        if checkpoint
+        else "start again, since there is no checkpoint before",
     }
     return rule.meaning.format_map(names), rule.advice.format_map(names)
 
@@ -67,11 +71,18 @@ def judge(
     missing, None or NaN does not apply. `limits` has, by rule, `threshold` and `action` of `health.<rule>`. With `known`
     only such rules are judged (`Rule.known`). `trainer`, `lr` and `checkpoint` are for the text.
     """
-    arrays = OfLastStep((name, np.atleast_1d(np.asarray(values, dtype=np.float64))) for name, values in history.items())
+    arrays = OfLastStep(
+        (name, np.atleast_1d(np.asarray(values, dtype=np.float64)))
+        for name, values in history.items()
+    )
     events = []
     for name, limit in limits.items():
         rule = RULES[name]
-        if limit.action == "off" or known not in (None, rule.known) or not set(rule.quantities) & set(arrays):
+        if (
+            limit.action == "off"
+            or known not in (None, rule.known)
+            or not set(rule.quantities) & set(arrays)
+        ):
             continue
         measured = rule.measure(arrays)[-1:]
         if applies(rule, measured, limit.threshold).any():
@@ -156,8 +167,14 @@ def spike(name: str) -> Measure:
 
     def _measure(history: History) -> Values:
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
-        positive = kind({key: np.where(x > 0, x, np.nan) for key, x in history.items() if key == name})
-        return _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1) if positive else _nothing(history)
+        positive = kind(
+            {key: np.where(x > 0, x, np.nan) for key, x in history.items() if key == name}
+        )
+        return (
+            _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1)
+            if positive
+            else _nothing(history)
+        )
 
     return _measure
 
@@ -178,9 +195,15 @@ def reward_fall(history: History) -> Values:
         known = np.minimum(np.arange(5, len(y)) - 4, WINDOW)  # steps of the mean before
         lowest = np.fmin.accumulate(np.where(np.isnan(now), best, now))
         drop = best - now
-        large = (drop >= 0.3 * np.fmax(best - lowest, 0.3 * np.abs(best))) & (drop >= 0.15 * np.abs(best)) & (drop > 0)
+        large = (
+            (drop >= 0.3 * np.fmax(best - lowest, 0.3 * np.abs(best)))
+            & (drop >= 0.15 * np.abs(best))
+            & (drop > 0)
+        )
         out[5:] = np.where(np.isnan(best), np.nan, 0.0)
-        at = np.flatnonzero(large)[-1:] if isinstance(history, OfLastStep) else np.flatnonzero(large)
+        at = (
+            np.flatnonzero(large)[-1:] if isinstance(history, OfLastStep) else np.flatnonzero(large)
+        )
         error = step_noise(y, at + 5) * np.sqrt(1 / 5 + 1 / known[at])
         with np.errstate(divide="ignore"):
             out[at + 5] = np.minimum(drop[at] / error, 99)
@@ -234,7 +257,9 @@ def entropy_rise(history: History) -> Values:
     def _of(x: Values) -> Values:
         now = trailing(x, WINDOW, EARLY)
         low = np.fmin.accumulate(now)
-        return np.where(now >= 1.5 * np.maximum(low, 0), now - low, np.where(np.isnan(now), np.nan, 0.0))
+        return np.where(
+            now >= 1.5 * np.maximum(low, 0), now - low, np.where(np.isnan(now), np.nan, 0.0)
+        )
 
     return _on_known(history, ("entropy",), _of)
 
@@ -246,9 +271,12 @@ def drift(history: History) -> Values:
         return out
     known = np.flatnonzero(np.isfinite(history["entropy"]))
     entropy, still = history["entropy"][known], history["grad_norm"][known] == 0
-    start = np.maximum.accumulate(np.where(still, 0, np.arange(len(known)) + 1))  # of the steps without a gradient
+    # of the steps without a gradient
+    start = np.maximum.accumulate(np.where(still, 0, np.arange(len(known)) + 1))
     if len(known) > 1:  # a step's gradient is known after its entropy
-        out[known[1:]] = np.where(still[:-1], np.abs(entropy[1:] - entropy[np.where(still, start, 0)[:-1]]), np.nan)
+        out[known[1:]] = np.where(
+            still[:-1], np.abs(entropy[1:] - entropy[np.where(still, start, 0)[:-1]]), np.nan
+        )
     return out
 
 
@@ -284,7 +312,11 @@ def ratio_tail(history: History) -> Values:
 
 def not_finite(history: History) -> Values:
     """Number of the rule's quantities whose logged value is not finite."""
-    known = [np.isinf(history[name]).astype(float) for name in RULES["non_finite"].quantities if name in history]
+    known = [
+        np.isinf(history[name]).astype(float)
+        for name in RULES["non_finite"].quantities
+        if name in history
+    ]
     return np.sum(known, axis=0) if known else _nothing(history)
 
 
@@ -326,7 +358,9 @@ def finite(history: History, name: str) -> Values:
     return found[np.isfinite(found)]
 
 
-def trailing(x: Values, window: int, least: int = 1, how: Callable[..., Values] = np.nanmean) -> Values:
+def trailing(
+    x: Values, window: int, least: int = 1, how: Callable[..., Values] = np.nanmean
+) -> Values:
     """A statistic of the last `window` values up to each (n,); NaN for the first `least` − 1."""
     if not len(x):
         return x.copy()
@@ -345,7 +379,11 @@ def _nothing(history: History) -> Values:
 
 
 def _on_known(
-    history: History, names: tuple[str, ...], of: Callable[..., Values], first: int = 0, depends_on: int | None = None
+    history: History,
+    names: tuple[str, ...],
+    of: Callable[..., Values],
+    first: int = 0,
+    depends_on: int | None = None,
 ) -> Values:
     """`of` the steps at which all of `names` are known and finite, NaN at the others.
 
@@ -354,7 +392,11 @@ def _on_known(
     out = _nothing(history)
     if all(name in history for name in names):
         known = np.flatnonzero(np.all([np.isfinite(history[name]) for name in names], axis=0))
-        if depends_on is not None and isinstance(history, OfLastStep) and len(known) > first + depends_on:
+        if (
+            depends_on is not None
+            and isinstance(history, OfLastStep)
+            and len(known) > first + depends_on
+        ):
             known = np.concatenate([known[:first], known[-depends_on:]])
         if len(known):
             out[known] = of(*(history[name][known] for name in names))
@@ -390,7 +432,9 @@ def robust_z(history: Sequence[float], value: float) -> float:
     return (value - median) / scale
 
 
-def mismatch(logp: NDArray[np.floating], sampler: NDArray[np.floating]) -> dict[str, NDArray[np.float64]]:
+def mismatch(
+    logp: NDArray[np.floating], sampler: NDArray[np.floating]
+) -> dict[str, NDArray[np.float64]]:
     """QUANTITIES of each token (n,): `outside` (0 or 1), k1, k2, k3 [nats]."""
     x = np.asarray(logp, dtype=np.float64) - np.asarray(sampler, dtype=np.float64)
     ratio = np.exp(x)

@@ -33,14 +33,17 @@ class Rule:
     name: str  # its setting is `health.<name>`, its section in the documentation has it as anchor
     title: str  # the finding in a few words
     quantities: tuple[str, ...]  # canonical ones that it judges; the first one shows it best
-    measured_by: str  # function of `rules.judging` with its arguments: `drift`, `relative(entropy, 1)`
+    # function of `rules.judging` with its arguments: `drift`, `relative(entropy, 1)`
+    measured_by: str
     threshold: float  # it applies at or above this (`below`: at or below)
     statistic: str  # what the measure is, in words and units
     meaning: str  # what it usually means
     advice: str  # what to change; names in braces are settings as the trainer calls them (FIELDS), or `restart`
     source: str  # where the threshold comes from
-    severity: Severities  # when the reward falls afterwards, when it does neither, and when it has risen
-    worse: tuple[float, Severity] | None = None  # a value from which on the symptom is at least so bad
+    # when the reward falls afterwards, when it does neither, and when it has risen
+    severity: Severities
+    # a value from which on the symptom is at least so bad
+    worse: tuple[float, Severity] | None = None
     below: bool = False  # whether small values are the problem
     window: int = 1  # steps that the measure averages
     # When it can be judged: before a step's updates, after them, at an evaluation, or from a log only.
@@ -67,7 +70,9 @@ class Rule:
 def _rule(name: str, entry: Mapping[str, Any]) -> Rule:
     """A rule from its entry in table.yaml."""
     severity = entry.get("severity", "harmful")
-    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()
+    }
     values |= {"severity": SEVERITY[severity] if isinstance(severity, str) else tuple(severity)}
     return Rule(name, measured_by=values.pop("measure"), **values)
 
@@ -78,7 +83,14 @@ FIELDS: Mapping[str, Mapping[str, str]] = _ENTRIES.pop("fields")
 RULES: Mapping[str, Rule] = {name: _rule(name, entry) for name, entry in _ENTRIES.items()}
 
 OF_ROLLOUTS = (
-    *("reward_collapse", "reward_constant", "entropy_collapse", "entropy_rise", "near_uniform", "drift"),
+    *(
+        "reward_collapse",
+        "reward_constant",
+        "entropy_collapse",
+        "entropy_rise",
+        "near_uniform",
+        "drift",
+    ),
     *("dead_groups", "truncation", "length_growth"),
 )
 """Rules that judge completions a policy drew and their rewards, which supervised training has not."""

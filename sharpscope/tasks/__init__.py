@@ -9,9 +9,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any, cast
 
-from sharpscope.config import Spec
 from sharpscope.config.tasks import CustomSpec, DatasetSpec, KnightsKnavesSpec, MathSpec, ToolQaSpec
 from sharpscope.errors import UserError, nearest
+from sharpscope.settings import Spec
 from sharpscope.tasks.base import Example, InteractiveTask, Reward, Task, respond_all
 
 _FACTORIES: dict[type[Spec], str] = {
@@ -22,7 +22,9 @@ _FACTORIES: dict[type[Spec], str] = {
     CustomSpec: "custom:make_custom",
 }
 
-task_specs: dict[str, type[Spec]] = {str(spec.model_fields["kind"].default): spec for spec in _FACTORIES}
+task_specs: dict[str, type[Spec]] = {
+    str(spec.model_fields["kind"].default): spec for spec in _FACTORIES
+}
 """Kind of task -> class of its configuration."""
 
 

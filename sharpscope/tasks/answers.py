@@ -30,7 +30,9 @@ _FRACTION = re.compile(
 _MIXED = re.compile(
     rf"(?<![\w.,/^_])(?P<whole>[0-9]{{1,18}}){_SPACE}{{1,2}}(?P<over>[1-9][0-9]{{0,17}})\s?/\s?(?P<under>[0-9]{{1,18}})(?!\.?[0-9])"
 )
-_SPACED = re.compile(rf"(?<![\w.,/])(?<![0-9]{_SPACE})[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+(?!{_SPACE}?[0-9]|-\w)")
+_SPACED = re.compile(
+    rf"(?<![\w.,/])(?<![0-9]{_SPACE})[0-9]{{1,3}}(?:{_SPACE}[0-9]{{3}})+(?!{_SPACE}?[0-9]|-\w)"
+)
 _APART_SIGN = re.compile(rf"(^\s*|[=(\[{{:≈]\s?|\$|\bis )-{_SPACE}{{1,3}}(?=[$.0-9])")
 _STATED = re.compile(r"answer\s{0,3}(?:is|:|=)\s{0,3}(?:is|:|=)?", re.IGNORECASE)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -53,7 +55,11 @@ def final_answer(text: str) -> str:
     mark = text.rfind("####")
     if mark >= 0:
         return text[mark + 4 :].strip().partition("\n")[0].strip()
-    return text[text.rfind("</think>") + len("</think>") :].strip() if "</think>" in text else text.strip()
+    return (
+        text[text.rfind("</think>") + len("</think>") :].strip()
+        if "</think>" in text
+        else text.strip()
+    )
 
 
 def last_tagged(text: str, tag: str) -> str | None:
@@ -126,7 +132,11 @@ def number_of(text: str, alone: bool = False) -> Fraction | None:
     last = _NUMBER.fullmatch(text.replace("\\%", "%").strip(" \n.$(){}[]\\")) if alone else None
     for match in _NUMBER.finditer("" if alone else text):
         last = match
-    if last is None or len(last.group()) > LONGEST_NUMBER or abs(int(last["exponent"] or 0)) > LARGEST_EXPONENT:
+    if (
+        last is None
+        or len(last.group()) > LONGEST_NUMBER
+        or abs(int(last["exponent"] or 0)) > LARGEST_EXPONENT
+    ):
         return None
     digits = "".join(last.group().split()).replace(",", "").replace("$", "").rstrip("%")
     numerator, _, denominator = digits.partition("/")
@@ -158,5 +168,9 @@ def score_value(text: str, truths: Sequence[str]) -> Reward:
     """Like `score_numeric`, but the answer must be a number, or one equation with a number on the right."""
     answered = stated(final_answer(final_answer(text)))  # a box may be in the tags
     # What was cut before its answer ends with the last step of its reasoning, which is no answer.
-    answer = None if re.search(r"[<;\n]", answered) else number_of(answered.rpartition("=")[2], alone=True)
+    answer = (
+        None
+        if re.search(r"[<;\n]", answered)
+        else number_of(answered.rpartition("=")[2], alone=True)
+    )
     return _reward(answer is not None and any(answer == number_of(truth) for truth in truths))

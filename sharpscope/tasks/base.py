@@ -38,7 +38,9 @@ class Example:
     @classmethod
     def from_row(cls, prompt: str, answer: str, meta: Mapping[str, Any]) -> Example:
         """Create an example from a stored row, whose `meta` has `messages`, `prefill` and `templated` where they are set."""
-        chat: dict[str, Any] = {name: meta[name] for name in ("messages", "prefill", "templated") if name in meta}
+        chat: dict[str, Any] = {
+            name: meta[name] for name in ("messages", "prefill", "templated") if name in meta
+        }
         return cls(prompt, answer, meta, **chat)
 
     def whole(self, completion: str) -> str:
@@ -91,11 +93,16 @@ class InteractiveTask(Task, Protocol):
         ...
 
 
-def respond_all(task: InteractiveTask, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
+def respond_all(
+    task: InteractiveTask, examples: Sequence[Example], completions: Sequence[str]
+) -> list[str | None]:
     """Call `respond` for every row, or `respond_many(examples, completions)` once if the task has it."""
     if hasattr(task, "respond_many"):
         return list(task.respond_many(examples, completions))
-    return [task.respond(example, completion) for example, completion in zip(examples, completions, strict=True)]
+    return [
+        task.respond(example, completion)
+        for example, completion in zip(examples, completions, strict=True)
+    ]
 
 
 S = TypeVar("S")
@@ -135,22 +142,33 @@ def stream_seed(*parts: object) -> int:
 
 
 def splits_by_level(
-    spec: Any, levels: Iterable[int], unseen: Iterable[int], make: Callable[[str, int, int], Iterable[Example]]
+    spec: Any,
+    levels: Iterable[int],
+    unseen: Iterable[int],
+    make: Callable[[str, int, int], Iterable[Example]],
 ) -> dict[str, list[Example]]:
     """Splits `train` and `heldout` of some levels and `unseen` of others, without those of size 0.
 
     `spec` has the sizes, and `make(split, level, size)` the examples.
     """
-    seen, new = dict.fromkeys(levels), dict.fromkeys(unseen)  # a level that is given twice counts once
+    # a level that is given twice counts once
+    seen, new = (
+        dict.fromkeys(levels),
+        dict.fromkeys(unseen),
+    )
     splits = {
         "train": [example for level in seen for example in make("train", level, spec.train_size)],
-        "heldout": [example for level in seen for example in make("heldout", level, spec.heldout_size)],
+        "heldout": [
+            example for level in seen for example in make("heldout", level, spec.heldout_size)
+        ],
         "unseen": [example for level in new for example in make("unseen", level, spec.unseen_size)],
     }
     return {split: examples for split, examples in splits.items() if examples}
 
 
-def take(stream: Iterable[Example], split: str, level: int, count: int, without: Container[str] = ()) -> list[Example]:
+def take(
+    stream: Iterable[Example], split: str, level: int, count: int, without: Container[str] = ()
+) -> list[Example]:
     """Take `count` examples of a level with distinct `meta["id"]` for a split, without those whose `meta["form"]` is in `without`.
 
     The id is a hash of the question, which alone determines whether it is held out. A question held out in one set is therefore

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sharpscope.config.reading import import_function
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError
+from sharpscope.settings.reading import import_function
 from sharpscope.tasks.base import Example, Reward, Task, content_id, once
 
 
@@ -59,16 +59,29 @@ class CheckedTask:
         """The task's splits, with `id` and `level` (default "all") in the `meta` of each example."""
         splits = _call_user(f"task '{self.name}', splits", self._make_splits)
         if not isinstance(splits, Mapping) or not splits.get("train"):
-            raise UserError(f"task '{self.name}': splits must be a dict with a list of examples under 'train'")
+            raise UserError(
+                f"task '{self.name}': splits must be a dict with a list of examples under 'train'"
+            )
         return {
-            str(split): [self._checked(f"{split}[{i}]", example) for i, example in enumerate(examples)]
+            str(split): [
+                self._checked(f"{split}[{i}]", example) for i, example in enumerate(examples)
+            ]
             for split, examples in splits.items()
         }
 
     def _checked(self, where: str, made: Any) -> Example:
-        if not (isinstance(made, Example) and isinstance(made.prompt, str) and isinstance(made.answer, str)):
-            raise UserError(f"task '{self.name}': {where} must be Example(prompt: str, answer: str), got {made!r:.80}")
-        return replace(made, meta={"id": content_id(made.prompt, made.answer), "level": "all"} | dict(made.meta))
+        if not (
+            isinstance(made, Example)
+            and isinstance(made.prompt, str)
+            and isinstance(made.answer, str)
+        ):
+            raise UserError(
+                f"task '{self.name}': {where} must be Example(prompt: str, answer: str), got {made!r:.80}"
+            )
+        return replace(
+            made,
+            meta={"id": content_id(made.prompt, made.answer), "level": "all"} | dict(made.meta),
+        )
 
     def score(self, example: Example, completion: str) -> Reward:
         """The scorer's result as a `Reward`. A total that is not finite is left to the health rule `non_finite`."""
@@ -78,7 +91,9 @@ class CheckedTask:
         if isinstance(reward, (bool, int, float)):
             return Reward(float(reward), {"answer": float(reward)}, correct=float(reward) >= 1.0)
         found = type(reward).__name__
-        raise UserError(f"task '{self.name}': score returned {found}; return a Reward, a number or a bool")
+        raise UserError(
+            f"task '{self.name}': score returned {found}; return a Reward, a number or a bool"
+        )
 
 
 class InteractiveCheckedTask(CheckedTask):
@@ -87,10 +102,13 @@ class InteractiveCheckedTask(CheckedTask):
     def __init__(self, name: str, task: Any) -> None:
         super().__init__(name, task.splits, task.score)
         self._task, stop = task, getattr(task, "stop", None)
-        self.stop = (stop,) if isinstance(stop, str) else stop  # ("</search>") is a string, not a tuple
+        # ("</search>") is a string, not a tuple
+        self.stop = (stop,) if isinstance(stop, str) else stop
         texts = self.stop if isinstance(self.stop, tuple | list) and self.stop else ("",)
         if not all(isinstance(text, str) and text for text in texts):
-            raise UserError(f"task '{name}': defines respond but not stop; set stop = ('…',), texts that end a turn")
+            raise UserError(
+                f"task '{name}': defines respond but not stop; set stop = ('…',), texts that end a turn"
+            )
 
     def respond(self, example: Example, completion: str) -> str | None:
         """The task's response, or None if the conversation is finished."""

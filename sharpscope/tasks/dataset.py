@@ -16,7 +16,13 @@ from typing import Any
 
 from sharpscope.config.tasks import ColumnsSpec, DatasetSpec
 from sharpscope.errors import UserError, first_line, nearest
-from sharpscope.tasks.answers import final_answer, number_of, score_exact, score_exact_match, score_numeric
+from sharpscope.tasks.answers import (
+    final_answer,
+    number_of,
+    score_exact,
+    score_exact_match,
+    score_numeric,
+)
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, once
 from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl
 from sharpscope.tasks.math import score_math
@@ -38,8 +44,12 @@ _SOURCES = {
     "aime_2024 amc amc23 minerva olympiad olympiad_bench deepscaler",
     "exact_match": "exact_match nq triviaqa popqa hotpotqa 2wikimultihopqa musique bamboogle",
 }
-DATA_SOURCES = {source: scorer for scorer, sources in _SOURCES.items() for source in sources.split()}
-DATA_SOURCES |= {f"searchR1_{source}": "exact_match" for source in _SOURCES["exact_match"].split()[1:]}
+DATA_SOURCES = {
+    source: scorer for scorer, sources in _SOURCES.items() for source in sources.split()
+}
+DATA_SOURCES |= {
+    f"searchR1_{source}": "exact_match" for source in _SOURCES["exact_match"].split()[1:]
+}
 """Known `data_source` -> name of its scorer."""
 
 SCORERS: dict[str, Callable[[str, Sequence[str]], Reward]] = {
@@ -49,7 +59,14 @@ SCORERS: dict[str, Callable[[str, Sequence[str]], Reward]] = {
     "math": score_math,
 }
 """Name -> scorer that compares the final answer of a text with the accepted answers."""
-CHAT_MARKS = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "[INST]", "<|user|>", "<｜User｜>")
+CHAT_MARKS = (
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<start_of_turn>",
+    "[INST]",
+    "<|user|>",
+    "<｜User｜>",
+)
 """Markup that identifies a prompt with an applied chat template."""
 _NUMBER = re.compile(r"[-+−]?\$?[\d,]*\.?\d+(?:\s?/\s?\d+)?%?")
 
@@ -61,7 +78,9 @@ class DatasetTask:
 
     def __init__(self, spec: DatasetSpec) -> None:
         if not spec.path:
-            raise UserError("task.path: not set; give a .parquet or .jsonl file, or a folder of them")
+            raise UserError(
+                "task.path: not set; give a .parquet or .jsonl file, or a folder of them"
+            )
         self.spec = spec
 
     @once
@@ -82,14 +101,18 @@ class DatasetTask:
             contents = {example.meta["content"] for example in heldout}
         else:
             share = spec.heldout_fraction
-            contents = {e.meta["content"] for e in rows if held_out_share(e.meta["content"]) < share}
+            contents = {
+                e.meta["content"] for e in rows if held_out_share(e.meta["content"]) < share
+            }
             heldout = [example for example in rows if example.meta["content"] in contents]
         train = [example for example in rows if example.meta["content"] not in contents]
         for side, name in ((train, "training"), (heldout, "held-out")):
             if not side and (name == "training" or spec.heldout_fraction or spec.heldout_path):
                 none = f"the {name} set has none of the {len(rows)} rows"
                 given = f"task.heldout_fraction = {spec.heldout_fraction}: {none}"
-                raise UserError(f"{given}; change it, set task.heldout_path, or evaluate with --split all")
+                raise UserError(
+                    f"{given}; change it, set task.heldout_path, or evaluate with --split all"
+                )
         return {"train": train} | ({"heldout": heldout} if heldout else {})
 
     def score(self, example: Example, completion: str) -> Reward:
@@ -120,7 +143,9 @@ class DatasetTask:
             given = truth.get("solution_text_format") if isinstance(truth, dict) else truth
             roles = roles_of(given) if isinstance(given, str) else {}
             if not roles:
-                raise UserError(f"{where}: the answer must be like '(1) Ava is a knight', got {given!r:.60}")
+                raise UserError(
+                    f"{where}: the answer must be like '(1) Ava is a knight', got {given!r:.60}"
+                )
             answer = str(given)
             meta |= {"level": len(roles), "names": tuple(roles)}
         else:
@@ -134,7 +159,9 @@ class DatasetTask:
             answer,
             {"id": content_id(prompt, answer)} | meta,
             messages=messages if len(messages) > 1 and not templated else (),
-            prefill=prompt[prompt.rfind("<think>") :] if prompt.rstrip().endswith("<think>") else "",
+            prefill=prompt[prompt.rfind("<think>") :]
+            if prompt.rstrip().endswith("<think>")
+            else "",
             templated=templated,
         )
 
@@ -152,7 +179,9 @@ class DatasetTask:
         source = row["data_source"]
         if not isinstance(source, str) or source not in DATA_SOURCES:
             hint = nearest(str(source), DATA_SOURCES)
-            raise UserError(f"{where}: data_source {source!r:.60} has no scorer{hint}; or set task.scorer")
+            raise UserError(
+                f"{where}: data_source {source!r:.60} has no scorer{hint}; or set task.scorer"
+            )
         return DATA_SOURCES[source]
 
 
@@ -182,7 +211,9 @@ def _read_prompt(value: object, where: Location) -> tuple[str, list[dict[str, st
     except (TypeError, KeyError, IndexError):
         text = ""
     if not text.strip():
-        raise UserError(f"{where}: the prompt must be text or messages with 'role' and 'content', got {value!r:.60}")
+        raise UserError(
+            f"{where}: the prompt must be text or messages with 'role' and 'content', got {value!r:.60}"
+        )
     return text, messages
 
 
@@ -192,12 +223,18 @@ def _read_truths(value: object, scorer: str, where: Location) -> tuple[str, ...]
         value = value["target"]
     truths = []
     for item in value if isinstance(value, list) else [value]:
-        number = isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
+        number = (
+            isinstance(item, int | float) and not isinstance(item, bool) and math.isfinite(item)
+        )
         text = repr(item) if isinstance(item, float) else str(item)
         if not (number or isinstance(item, str)) or not text.strip():
-            raise UserError(f"{where}: the answer must be text, a number or a list of them, got {item!r:.60}")
+            raise UserError(
+                f"{where}: the answer must be text, a number or a list of them, got {item!r:.60}"
+            )
         if scorer == "numeric" and number_of(text) is None:
-            raise UserError(f"{where}: the answer {text!r:.60} has no number, but the scorer is numeric")
+            raise UserError(
+                f"{where}: the answer {text!r:.60} has no number, but the scorer is numeric"
+            )
         truths.append(text)
     if not truths:
         raise UserError(f"{where}: the list of answers is empty")
@@ -213,9 +250,15 @@ def files_of(path: str, field: str) -> list[Path]:
     root = Path(path).expanduser()
     if not root.exists():
         raise UserError(f"{field} = '{path}': no such file or folder (looked in {Path.cwd()})")
-    files = [file for file in (sorted(root.iterdir()) if root.is_dir() else [root]) if file.suffix in SUFFIXES]
+    files = [
+        file
+        for file in (sorted(root.iterdir()) if root.is_dir() else [root])
+        if file.suffix in SUFFIXES
+    ]
     if not files:
-        raise UserError(f"{field} = '{path}': not a file or folder of a known format; valid: {', '.join(SUFFIXES)}")
+        raise UserError(
+            f"{field} = '{path}': not a file or folder of a known format; valid: {', '.join(SUFFIXES)}"
+        )
     return files
 
 
@@ -254,7 +297,13 @@ def _cell(row: Row, column: str, where: Location, field: str) -> Any:
     value: Any = row
     for part in column.split("."):
         if not isinstance(value, dict) or part not in value:
-            hint = nearest(part, map(str, value)) if isinstance(value, dict) else f"; it is a {type(value).__name__}"
-            raise UserError(f"{where}: no column '{part}' (task.columns.{field} = '{column}'){hint}")
+            hint = (
+                nearest(part, map(str, value))
+                if isinstance(value, dict)
+                else f"; it is a {type(value).__name__}"
+            )
+            raise UserError(
+                f"{where}: no column '{part}' (task.columns.{field} = '{column}'){hint}"
+            )
         value = value[part]
     return value

@@ -52,8 +52,14 @@ def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
     ones = (1 << (1 << people)) - 1
     knight = [sum(1 << a for a in range(1 << people) if a >> i & 1) for i in range(people)]
 
-    consistent = reduce(and_, (ones ^ knight[i] ^ truth(said, knight, ones) for i, said in enumerate(puzzle)), ones)
-    return [tuple(bool(a >> i & 1) for i in range(people)) for a in range(1 << people) if consistent >> a & 1]
+    consistent = reduce(
+        and_, (ones ^ knight[i] ^ truth(said, knight, ones) for i, said in enumerate(puzzle)), ones
+    )
+    return [
+        tuple(bool(a >> i & 1) for i in range(people))
+        for a in range(1 << people)
+        if consistent >> a & 1
+    ]
 
 
 def truth(statement: Statement, knight: Sequence[int], ones: int) -> int:
@@ -203,7 +209,9 @@ def _clause(statement: Statement, names: Sequence[str]) -> str:
         return f"{names[parts[0]]} is a {'knight' if operator == 'telling-truth' else 'knave'}"
     if operator == "not" and parts[0][0] in ATOMS:
         return _clause((ATOMS[1 - ATOMS.index(parts[0][0])], parts[0][1]), names)
-    clauses = [_clause(part, names) if part[0] in ATOMS else f"({_clause(part, names)})" for part in parts]
+    clauses = [
+        _clause(part, names) if part[0] in ATOMS else f"({_clause(part, names)})" for part in parts
+    ]
     if operator == "not":
         return f"it is not the case that {clauses[0]}"
     if operator == "->":
@@ -232,7 +240,9 @@ def read_answer(answer: str, names: Sequence[str]) -> dict[str, str] | None:
     if lower.count("knight") + lower.count("knave") != len(names):
         return None
     pattern = r"\b{}\b\s+is\s+a\s+(knight|knave)\b"
-    found = {name: re.search(pattern.format(re.escape(name)), answer, re.IGNORECASE) for name in names}
+    found = {
+        name: re.search(pattern.format(re.escape(name)), answer, re.IGNORECASE) for name in names
+    }
     roles = {name: match[1].lower() for name, match in found.items() if match is not None}
     return roles if len(roles) == len(found) else None
 
@@ -297,7 +307,9 @@ class KnightsKnaves:
         for number, (puzzle, content) in enumerate(self._puzzles(split, people) if count else ()):
             misses += 1
             if content not in contents or misses > PATIENCE:
-                example = self._example(puzzle, content, stream_seed("wording", self.spec.seed, split, people, number))
+                example = self._example(
+                    puzzle, content, stream_seed("wording", self.spec.seed, split, people, number)
+                )
                 if example.prompt not in examples:
                     contents.add(content)
                     examples[example.prompt] = example
@@ -327,7 +339,12 @@ class KnightsKnaves:
         chat = self.spec.style == "logic_rl"
         turns = f"<|im_start|>system\n{LOGIC_RL_SYSTEM}<|im_end|>\n<|im_start|>user\n{quiz}\n<|im_end|>\n"
         prompt = f"{turns}<|im_start|>assistant\n<think>" if chat else f"{quiz}\n"
-        meta = {"id": content_id(prompt), "level": len(puzzle), "names": names, "solution": solution}
+        meta = {
+            "id": content_id(prompt),
+            "level": len(puzzle),
+            "names": names,
+            "solution": solution,
+        }
         meta |= {"statements": puzzle, "quiz": quiz, "content": content}
         answer = "\n".join(
             f"({i}) {name} is a {'knight' if knight else 'knave'}"

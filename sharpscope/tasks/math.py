@@ -27,7 +27,15 @@ from random import Random
 from sharpscope.config.tasks import MathSpec
 from sharpscope.errors import UserError
 from sharpscope.tasks.answers import final_answer, score_value, stated
-from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
+from sharpscope.tasks.base import (
+    Example,
+    Reward,
+    content_id,
+    once,
+    splits_by_level,
+    stream_seed,
+    take,
+)
 
 # -- the scorer
 
@@ -62,7 +70,9 @@ def score_math(text: str, truths: Sequence[str]) -> Reward:
     outcomes = [equal(as_latex(final_answer(truth)), answer) for truth in truths]
     correct = True in outcomes
     timed_out = not correct and None in outcomes
-    return Reward(float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct)
+    return Reward(
+        float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct
+    )
 
 
 def equal(gold: str, answer: str) -> bool | None:
@@ -91,14 +101,18 @@ class _Worker:
         with self.lock:
             if self.process is None or self.process.poll() is not None:
                 if importlib.util.find_spec("math_verify") is None:
-                    raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
+                    raise UserError(
+                        "math scorer: needs math-verify; pip install 'sharpscope[math]'"
+                    )
                 command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
                 pipe, null = subprocess.PIPE, subprocess.DEVNULL
                 self.process = subprocess.Popen(
                     command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8"
                 )
                 if self._line(self.process, "", START_LIMIT) != "ready\n":
-                    why = "the worker process does not start; check `python -c 'import math_verify'`"
+                    why = (
+                        "the worker process does not start; check `python -c 'import math_verify'`"
+                    )
                     raise UserError(f"math scorer: {why}")
             return self._line(self.process, f"{request}\n", TIME_LIMIT)
 
@@ -147,8 +161,16 @@ def _expression(operators: int, rng: Random) -> tuple[str, int, int]:
     precedence = 2 if sign == "*" else 1
     # only necessary brackets: a − (b + c), but not (a + b) − c
     left = f"({left})" if left_precedence < precedence else left
-    right = f"({right})" if right_precedence < precedence or (right_precedence == precedence and sign == "-") else right
-    value = {"+": left_value + right_value, "-": left_value - right_value, "*": left_value * right_value}[sign]
+    right = (
+        f"({right})"
+        if right_precedence < precedence or (right_precedence == precedence and sign == "-")
+        else right
+    )
+    value = {
+        "+": left_value + right_value,
+        "-": left_value - right_value,
+        "*": left_value * right_value,
+    }[sign]
     return f"{left} {sign} {right}", value, precedence
 
 
@@ -159,7 +181,9 @@ def linear(level: int, rng: Random) -> tuple[str, str]:
             a, b, c, d = rng.randint(2, 9), _nonzero(rng), rng.randint(1, 9), _nonzero(rng)
             if a != c:
                 break
-        return f"Solve for x: {a}(x {_signed(b)}) = {_times(c)} {_signed(d)}", str(Fraction(d - a * b, a - c))
+        return f"Solve for x: {a}(x {_signed(b)}) = {_times(c)} {_signed(d)}", str(
+            Fraction(d - a * b, a - c)
+        )
     x, b = rng.randint(-12, 12), _nonzero(rng)
     a = 1 if level == 1 else rng.randint(2, 9)
     c = rng.choice([number for number in range(1, 10) if number != a]) if level == 3 else 0
@@ -186,11 +210,17 @@ def modular(level: int, rng: Random) -> tuple[str, str]:
     if level == 4:
         k = rng.randint(2, 9)
         return f"{a}^{k} mod {m} = ?", str(pow(a, k, m))
-    text, value = {1: (f"({a} + {b})", a + b), 2: (f"({a} * {b})", a * b), 3: (f"({a} * {b} + {c})", a * b + c)}[level]
+    text, value = {
+        1: (f"({a} + {b})", a + b),
+        2: (f"({a} * {b})", a * b),
+        3: (f"({a} * {b} + {c})", a * b + c),
+    }[level]
     return f"{text} mod {m} = ?", str(value % m)
 
 
-FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {f.__name__: f for f in (arithmetic, linear, modular)}
+FAMILIES: dict[str, Callable[[int, Random], tuple[str, str]]] = {
+    f.__name__: f for f in (arithmetic, linear, modular)
+}
 ORDERLESS = ("arithmetic", "modular")
 """Families in which questions can differ only in the order of terms, such as 3 + 4 and 4 + 3."""
 
@@ -251,7 +281,11 @@ class MathTask:
     @cached_property
     def _heldout_forms(self) -> set[str]:
         spec = self.spec
-        return {e.meta["form"] for level in spec.levels for e in self._level("heldout", level, spec.heldout_size)}
+        return {
+            e.meta["form"]
+            for level in spec.levels
+            for e in self._level("heldout", level, spec.heldout_size)
+        }
 
     def score(self, example: Example, completion: str) -> Reward:
         """1 if the final answer of prefill and completion is a number equal to the correct one, otherwise 0.
@@ -263,7 +297,9 @@ class MathTask:
     def _level(self, split: str, level: int, count: int) -> Iterator[Example]:
         """`count` questions of each family; families alternate, so that the first questions cover all of them."""
         without = self._heldout_forms if split == "train" else ()
-        streams = [self._stream(split, family, level) for family in dict.fromkeys(self.spec.families)]
+        streams = [
+            self._stream(split, family, level) for family in dict.fromkeys(self.spec.families)
+        ]
         taken = [take(stream, split, level, count, without) for stream in streams]
         return chain.from_iterable(zip(*taken, strict=True))
 
@@ -272,6 +308,11 @@ class MathTask:
         while True:
             question, answer = FAMILIES[family](level, rng)
             prompt = self.spec.template.replace("{prompt}", question)
-            meta = {"id": content_id(question), "level": level, "family": family, "question": question}
+            meta = {
+                "id": content_id(question),
+                "level": level,
+                "family": family,
+                "question": question,
+            }
             meta["form"] = unordered(family, question)
             yield Example(prompt, answer, meta)

@@ -24,12 +24,18 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     from math_verify import LatexExtractionConfig, parse, verify
 
-    options = {"extraction_config": [LatexExtractionConfig()], "fallback_mode": "no_fallback", "parsing_timeout": None}
+    options = {
+        "extraction_config": [LatexExtractionConfig()],
+        "fallback_mode": "no_fallback",
+        "parsing_timeout": None,
+    }
     print("ready", flush=True)
     for line in sys.stdin:
         texts = json.loads(line)
         try:
-            equal = bool(verify(*(parse(f"${text}$", **options) for text in texts), timeout_seconds=None))
+            equal = bool(
+                verify(*(parse(f"${text}$", **options) for text in texts), timeout_seconds=None)
+            )
         except (Exception, RecursionError, MemoryError):
             equal = False
         print(json.dumps(equal), flush=True)

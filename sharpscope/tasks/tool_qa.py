@@ -21,7 +21,15 @@ from typing import Any
 from sharpscope.config.tasks import DatasetSpec, ToolQaSpec
 from sharpscope.errors import UserError, first_line
 from sharpscope.tasks.answers import last_tagged
-from sharpscope.tasks.base import Example, Reward, content_id, once, splits_by_level, stream_seed, take
+from sharpscope.tasks.base import (
+    Example,
+    Reward,
+    content_id,
+    once,
+    splits_by_level,
+    stream_seed,
+    take,
+)
 from sharpscope.tasks.dataset import SCORERS, DatasetTask
 
 # -- retrieval
@@ -47,10 +55,16 @@ class Bm25Retriever:
         try:
             import bm25s
         except ImportError as error:
-            raise UserError("task.retriever: BM25 needs bm25s; pip install 'sharpscope[tools]'") from error
+            raise UserError(
+                "task.retriever: BM25 needs bm25s; pip install 'sharpscope[tools]'"
+            ) from error
         self._corpus, self._top = corpus, min(top, len(corpus))
         self._tokenize = lambda texts: bm25s.tokenize(
-            texts, stopwords=None, token_pattern=r"(?u)\b\w+\b", show_progress=False, return_ids=False
+            texts,
+            stopwords=None,
+            token_pattern=r"(?u)\b\w+\b",
+            show_progress=False,
+            return_ids=False,
         )
         texts = [f"{p.title} " * TITLE_WEIGHT + p.text for p in corpus]
         self._index = bm25s.BM25(backend="numpy")
@@ -59,7 +73,9 @@ class Bm25Retriever:
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
         """The best passages for each query. Ties keep the order of the index, so results are deterministic."""
         tokens = self._tokenize(list(queries))
-        indices, scores = self._index.retrieve(tokens, k=self._top, show_progress=False, backend_selection="numpy")
+        indices, scores = self._index.retrieve(
+            tokens, k=self._top, show_progress=False, backend_selection="numpy"
+        )
         return [
             [self._corpus[int(i)] for i, score in zip(row, row_scores, strict=True) if score > 0]
             for row, row_scores in zip(indices, scores, strict=True)
@@ -74,11 +90,15 @@ class HttpRetriever:
 
     def __init__(self, url: str, top: int) -> None:
         if not re.match(r"https?://[^/:]", url):
-            raise UserError(f"task.retriever_url = '{url}': not a valid address; use http://host:port/path")
+            raise UserError(
+                f"task.retriever_url = '{url}': not a valid address; use http://host:port/path"
+            )
         self._url, self._top = url, top
         local = re.match(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:|/|$)", url)
         # A proxy set in the environment is not for this machine.
-        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+        self._opener = urllib.request.build_opener(
+            *([urllib.request.ProxyHandler({})] if local else [])
+        )
 
     def search(self, queries: Sequence[str]) -> list[list[Passage]]:
         """The best passages for each query, from one request.
@@ -86,8 +106,12 @@ class HttpRetriever:
         Raises:
             UserError: no valid response after all retries.
         """
-        body = json.dumps({"queries": list(queries), "topk": self._top, "return_scores": True}).encode()
-        request = urllib.request.Request(self._url, data=body, headers={"Content-Type": "application/json"})
+        body = json.dumps(
+            {"queries": list(queries), "topk": self._top, "return_scores": True}
+        ).encode()
+        request = urllib.request.Request(
+            self._url, data=body, headers={"Content-Type": "application/json"}
+        )
         problem = ""
         for attempt in range(RETRIES + 1):
             if attempt:
@@ -102,7 +126,14 @@ class HttpRetriever:
                 problem = f"status {error.code}"
                 if error.code < 500:  # an invalid request stays one
                     break
-            except (OSError, HTTPException, ValueError, KeyError, TypeError, AttributeError) as error:
+            except (
+                OSError,
+                HTTPException,
+                ValueError,
+                KeyError,
+                TypeError,
+                AttributeError,
+            ) as error:
                 problem = first_line(error)
         why = f"no valid response ({problem}); check that the retrieval server is running"
         raise UserError(f"task.retriever_url = '{self._url}': {why}")
@@ -143,7 +174,13 @@ class World:
     def corpus(self) -> list[Passage]:
         """One passage per entity, titled with its name: "Torvi. kind: city. country: Basto. mayor: Lena."."""
         return [
-            Passage(name, " ".join(f"{key}: {value}." for key, value in [("kind", self.kinds[name]), *facts.items()]))
+            Passage(
+                name,
+                " ".join(
+                    f"{key}: {value}."
+                    for key, value in [("kind", self.kinds[name]), *facts.items()]
+                ),
+            )
             for name, facts in self.facts.items()
         ]
 
@@ -154,7 +191,11 @@ def make_world(things: int, seed: int) -> World:
     names: dict[str, None] = {}
     while len(names) < things:
         syllables = rng.randint(2, 3)
-        names["".join(rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)).capitalize()] = None
+        names[
+            "".join(
+                rng.choice(_ONSETS) + rng.choice(_VOWELS) for _ in range(syllables)
+            ).capitalize()
+        ] = None
     remaining = list(names)
     by_kind: dict[str, list[str]] = {}
     for kind, share in SHARES.items():
@@ -224,7 +265,9 @@ _PROTOCOL = re.compile(
 def information(passages: Sequence[Passage]) -> str:
     """Response to a search: numbered passages, in which a space replaces each protocol tag."""
     # A space, so that parts of a tag cannot join to a new one.
-    plain = [[" ".join(_TAG.sub(" ", text).split()) for text in (p.title, p.text)] for p in passages]
+    plain = [
+        [" ".join(_TAG.sub(" ", text).split()) for text in (p.title, p.text)] for p in passages
+    ]
     lines = [f"Doc {i}(Title: {title}) {text}" for i, (title, text) in enumerate(plain, 1)]
     return f"\n\n<information>{chr(10).join(lines) or 'No passage found.'}{_INFORMATION_END}"
 
@@ -252,7 +295,10 @@ def follows_protocol(text: str) -> bool:
     No `think` may be missing, as in the format reward of Search-R1. Feedback for a malformed turn violates the format.
     """
     outside = _TAG.split(text)[::2]  # tags open and close in turn
-    return _PROTOCOL.fullmatch("".join(_TAG.findall(text))) is not None and not "".join(outside).strip()
+    return (
+        _PROTOCOL.fullmatch("".join(_TAG.findall(text))) is not None
+        and not "".join(outside).strip()
+    )
 
 
 class ToolQa:
@@ -285,7 +331,9 @@ class ToolQa:
         """Questions by split, without splits of size 0."""
         if self.spec.questions is not None:
             return self._read(self.spec.questions)
-        return splits_by_level(self.spec, self.spec.hops, (), lambda *which: take(self._stream(*which[:2]), *which))
+        return splits_by_level(
+            self.spec, self.spec.hops, (), lambda *which: take(self._stream(*which[:2]), *which)
+        )
 
     def _stream(self, split: str, hops: int) -> Iterator[Example]:
         rng = Random(stream_seed("tool_qa", self.spec.seed, split, hops))
@@ -298,15 +346,20 @@ class ToolQa:
             yield Example(template.replace("{prompt}", question), answer, meta)
 
     def _read(self, questions: DatasetSpec) -> dict[str, list[Example]]:
-        scorer = "exact_match" if questions.scorer == "auto" else questions.scorer  # that of the protocol
+        # that of the protocol
+        scorer = "exact_match" if questions.scorer == "auto" else questions.scorer
         template = questions.template or (INSTRUCTION if self.spec.style == "search_r1" else "")
-        return DatasetTask(questions.model_copy(update={"scorer": scorer, "template": template})).splits()
+        return DatasetTask(
+            questions.model_copy(update={"scorer": scorer, "template": template})
+        ).splits()
 
     def respond(self, example: Example, completion: str) -> str | None:
         """Response to the last turn; see `respond_many`."""
         return self.respond_many([example], [completion])[0]
 
-    def respond_many(self, examples: Sequence[Example], completions: Sequence[str]) -> list[str | None]:
+    def respond_many(
+        self, examples: Sequence[Example], completions: Sequence[str]
+    ) -> list[str | None]:
         """Responses to the last turns: passages for a search, feedback for a malformed turn, None at the end.
 
         A conversation ends with an answer or after `spec.turns` responses. All searches are sent to the retriever together.
@@ -338,5 +391,9 @@ class ToolQa:
         text = example.whole(completion)
         turn, scorer = last_turn(text), SCORERS[example.meta.get("scorer", "exact_match")]
         correct = answered(turn) and scorer(turn, example.meta["truths"]).correct
-        parts = {"answer": float(correct), "format": float(follows_protocol(text)), "searches": float(searches(text))}
+        parts = {
+            "answer": float(correct),
+            "format": float(follows_protocol(text)),
+            "searches": float(searches(text)),
+        }
         return Reward(float(correct), parts, correct=correct)

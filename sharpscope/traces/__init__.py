@@ -16,5 +16,19 @@ from sharpscope.traces.files import (
     write_atomic,
 )
 from sharpscope.traces.parts import SchemaError, TraceWriter, pack_runs, rewind
-from sharpscope.traces.reader import DamagedPartWarning, Reduction, Run, Runs, load_run, load_runs, write_reductions
-from sharpscope.traces.schema import MAX_SATURATION, SCHEMA_VERSION, TABLES, schema_markdown, timing_columns
+from sharpscope.traces.reader import (
+    DamagedPartWarning,
+    Reduction,
+    Run,
+    Runs,
+    load_run,
+    load_runs,
+    write_reductions,
+)
+from sharpscope.traces.schema import (
+    MAX_SATURATION,
+    SCHEMA_VERSION,
+    TABLES,
+    schema_markdown,
+    timing_columns,
+)

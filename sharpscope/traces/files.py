@@ -54,25 +54,33 @@ def output_folder(out: str | Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"out: {folder} cannot be created ({error.strerror}); choose another --out") from error
+        raise UserError(
+            f"out: {folder} cannot be created ({error.strerror}); choose another --out"
+        ) from error
     return folder
 
 
 def free_name(path: str | Path) -> Path:
     """`path` if it is free for a new run, otherwise the first of path-2, path-3, … that is."""
     names = chain([Path(path)], (Path(f"{path}-{number}") for number in count(2)))
-    return next(name for name in names if not name.exists() or (name.is_dir() and never_began(name)))
+    return next(
+        name for name in names if not name.exists() or (name.is_dir() and never_began(name))
+    )
 
 
 def check_free(path: str | Path) -> None:
     """Refuse a folder for a new run that has content or lies inside a run, and name a free one."""
     folder = Path(path)
-    around = next((parent for parent in folder.absolute().parents if (parent / RUN_FILE).exists()), None)
+    around = next(
+        (parent for parent in folder.absolute().parents if (parent / RUN_FILE).exists()), None
+    )
     if around is not None:
         raise UserError(f"out: {folder} is inside the run {around}; use --out {free_name(around)}")
     if folder.is_dir() and not never_began(folder):
         problem = "contains a run" if (folder / RUN_FILE).exists() else "is not empty"
-        raise UserError(f"out: {folder} {problem} and is not overwritten; use --out {free_name(folder)}")
+        raise UserError(
+            f"out: {folder} {problem} and is not overwritten; use --out {free_name(folder)}"
+        )
 
 
 def set_aside(folder: Path) -> Path:
@@ -92,7 +100,9 @@ def create_run_dir(path: str | Path) -> Path:
     except FileExistsError as error:
         raise UserError(f"out: {folder} is a file; choose another --out") from error
     except OSError as error:
-        raise UserError(f"out: {folder} cannot be written ({error.strerror}); choose another --out") from error
+        raise UserError(
+            f"out: {folder} cannot be written ({error.strerror}); choose another --out"
+        ) from error
     return folder
 
 
@@ -101,13 +111,19 @@ def never_began(folder: Path) -> bool:
     content = set(folder.iterdir())
     if any(path.is_file() for path in (folder / TRACES).rglob("*")):
         return False
-    return content <= {folder / TRACES} or (folder / STARTING in content and content == set(start_files(folder)))
+    return content <= {folder / TRACES} or (
+        folder / STARTING in content and content == set(start_files(folder))
+    )
 
 
 def start_files(folder: Path) -> list[Path]:
     """Files and folders in `folder` that a run creates before run.json."""
     names = (CONFIG_FILE, "tokenizer", LOCK_FILE, TRACES)
-    return [p for p in folder.iterdir() if p.name in names or (p.name[0] == "." and p.name.endswith(ASIDE))]
+    return [
+        p
+        for p in folder.iterdir()
+        if p.name in names or (p.name[0] == "." and p.name.endswith(ASIDE))
+    ]
 
 
 def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +131,19 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
     path = Path(run_dir) / RUN_FILE
     if path.exists():
         raise FileExistsError(f"{path} exists")
-    content = {"schema_version": SCHEMA_VERSION, "name": Path(run_dir).resolve().name, "status": "running"}
-    content |= {"started": now(), "finished": None, "steps_done": 0, "parent": None, "calibration": None, "notes": []}
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "name": Path(run_dir).resolve().name,
+        "status": "running",
+    }
+    content |= {
+        "started": now(),
+        "finished": None,
+        "steps_done": 0,
+        "parent": None,
+        "calibration": None,
+        "notes": [],
+    }
     content = _write_info(path, {**content, **info})
     (path.parent / STARTING).unlink(missing_ok=True)
     return content
@@ -147,7 +174,11 @@ def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
     """Parse the content of run.json; `path` is for the error message."""
     try:
         info = json.loads(content)
-        problem = "" if isinstance(info, dict) and isinstance(info.get("config"), dict | None) else "not a run's"
+        problem = (
+            ""
+            if isinstance(info, dict) and isinstance(info.get("config"), dict | None)
+            else "not a run's"
+        )
     except ValueError as error:
         info, problem = {}, str(error)
     if problem:
@@ -189,9 +220,13 @@ class RunLock:
                 self._file = self.path.open("a+b")
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # Unless the owner before removed the file between our open and our lock.
-                if self.path.exists() and os.path.samestat(os.fstat(self._file.fileno()), self.path.stat()):
+                if self.path.exists() and os.path.samestat(
+                    os.fstat(self._file.fileno()), self.path.stat()
+                ):
                     self._file.truncate(0)
-                    self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode())
+                    self._file.write(
+                        f"process {os.getpid()} on {socket.gethostname()} since {now()}".encode()
+                    )
                     self._file.flush()
                     return self
                 self._file.close()
@@ -200,7 +235,9 @@ class RunLock:
                 time.sleep(0.02)
             except OSError as error:
                 fix = "free some space or make the folder writable"
-                raise UserError(f"run: {self.path} cannot be written ({error.strerror}); {fix}") from error
+                raise UserError(
+                    f"run: {self.path} cannot be written ({error.strerror}); {fix}"
+                ) from error
         raise UserError(f"run: {held_text(self.path.parent)}")
 
     def __exit__(self, *error: object) -> None:

@@ -21,7 +21,14 @@ import pyarrow.parquet as pq
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import ASIDE, TRACES, publish
-from sharpscope.traces.schema import ARROW_TYPES, READABLE_VERSIONS, TABLES, VERSION_KEY, Column, arrow_schema
+from sharpscope.traces.schema import (
+    ARROW_TYPES,
+    READABLE_VERSIONS,
+    TABLES,
+    VERSION_KEY,
+    Column,
+    arrow_schema,
+)
 
 if TYPE_CHECKING:
     from sharpscope.traces.reader import Run
@@ -38,7 +45,9 @@ class DamagedPartError(ValueError):
     """The content of a part is damaged; the message gives the reason."""
 
 
-def read_part(path: Path, columns: Sequence[str], steps: Collection[int] | None = None, run: str = "") -> pa.Table:
+def read_part(
+    path: Path, columns: Sequence[str], steps: Collection[int] | None = None, run: str = ""
+) -> pa.Table:
     """Read rows of a table's file: `columns` of `steps` (None: all), in a packed data set those of `run`.
 
     Nothing else is read from the disk. A column that the file lacks (an older schema) is null; without a row there are
@@ -49,18 +58,22 @@ def read_part(path: Path, columns: Sequence[str], steps: Collection[int] | None 
         DamagedPartError: the file has no footer or another schema version, or a page fails its checksum.
     """
     stat = path.stat()
-    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)  # new content has another key in the cache
+    # new content has another key in the cache
+    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
     chosen = [
         index
         for index, runs, first, last in groups
-        if runs[0] <= run <= runs[1] and (steps is None or any(first <= step <= last for step in steps))
+        if runs[0] <= run <= runs[1]
+        and (steps is None or any(first <= step <= last for step in steps))
     ]
     if not chosen:
         return pa.table({})
     stored = metadata.schema.names
     try:
         with pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file:
-            loaded = dict.fromkeys([*(name for name in columns if name in stored), "step", *([RUN] if run else [])])
+            loaded = dict.fromkeys(
+                [*(name for name in columns if name in stored), "step", *([RUN] if run else [])]
+            )
             table = file.read_row_groups(chosen, columns=list(loaded), use_threads=False)
     except (pa.ArrowException, OSError, MemoryError) as error:
         raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
@@ -85,13 +98,17 @@ def _footer(
         raise DamagedPartError(f"truncated, or not a Parquet file ({_one_line(error)})") from error
     version = (metadata.metadata or {}).get(VERSION_KEY, b"?").decode()
     if version not in map(str, READABLE_VERSIONS):
-        raise DamagedPartError(f"it has schema version {version}, this version reads {READABLE_VERSIONS}")
+        raise DamagedPartError(
+            f"it has schema version {version}, this version reads {READABLE_VERSIONS}"
+        )
     names, groups = metadata.schema.names, []
     for index in range(metadata.num_row_groups):
         group = metadata.row_group(index)
         runs = group.column(names.index(RUN)).statistics if RUN in names else None
         steps = group.column(names.index("step")).statistics
-        groups.append((index, ("", "") if runs is None else (runs.min, runs.max), steps.min, steps.max))
+        groups.append(
+            (index, ("", "") if runs is None else (runs.min, runs.max), steps.min, steps.max)
+        )
     return metadata, groups
 
 
@@ -138,7 +155,10 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
                     path.unlink()
                 elif (steps > step).any():
                     rows = read_part(path, table.names)
-                    write_part(rows.filter(pc.less_equal(rows["step"], step)).cast(arrow_schema(name)), path)
+                    write_part(
+                        rows.filter(pc.less_equal(rows["step"], step)).cast(arrow_schema(name)),
+                        path,
+                    )
             except DamagedPartError as error:
                 renamed = path.rename(path.with_name(f".damaged-{path.name}"))
                 damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
@@ -171,7 +191,9 @@ class TraceWriter:
         for name in TABLES:
             folder = self.folder / name
             folder.mkdir(parents=True, exist_ok=True)
-            numbers = [int(match[1]) for path in folder.iterdir() if (match := PART.search(path.name))]
+            numbers = [
+                int(match[1]) for path in folder.iterdir() if (match := PART.search(path.name))
+            ]
             self._next[name] = max(numbers, default=-1) + 1
 
     def append(self, table: str, columns: Mapping[str, Any]) -> int:
@@ -227,7 +249,11 @@ def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
         if column not in table.names:
             raise SchemaError(f"{name}.{column} is not a column{nearest(column, table.names)}")
     values = {key: _to_numpy(value) for key, value in columns.items()}
-    lengths = {key: len(value) for key, value in values.items() if isinstance(value, list) or np.ndim(value)}
+    lengths = {
+        key: len(value)
+        for key, value in values.items()
+        if isinstance(value, list) or np.ndim(value)
+    }
     if len(set(lengths.values())) > 1:
         raise SchemaError(f"{name}: columns differ in length: {lengths}")
     rows = next(iter(lengths.values()), 1)
@@ -258,13 +284,17 @@ def _array(label: str, column: Column, value: Any) -> pa.Array:
     mask = np.ma.getmaskarray(value) if isinstance(value, np.ma.MaskedArray) else None
     plain = isinstance(value, np.ndarray) and value.dtype.kind not in "OU"
     try:
-        array = pa.array(np.ma.getdata(value) if plain else [_plain(item) for item in value], mask=mask)
+        array = pa.array(
+            np.ma.getdata(value) if plain else [_plain(item) for item in value], mask=mask
+        )
         wanted, known = ARROW_TYPES[column.type], array.null_count < len(array)
         if known and any(
-            is_kind(array.type) != is_kind(wanted) for is_kind in (pa.types.is_string, pa.types.is_boolean)
+            is_kind(array.type) != is_kind(wanted)
+            for is_kind in (pa.types.is_string, pa.types.is_boolean)
         ):
             raise pa.ArrowTypeError(f"got {array.type}")
-        return array.cast(wanted, safe=not pa.types.is_floating(wanted))  # large integers are rounded
+        # large integers are rounded
+        return array.cast(wanted, safe=not pa.types.is_floating(wanted))
     except (pa.ArrowException, OverflowError) as error:
         raise SchemaError(f"{label} is {column.type}: {_one_line(error)}") from error
 
@@ -272,10 +302,13 @@ def _array(label: str, column: Column, value: Any) -> pa.Array:
 def _plain(item: Any) -> Any:
     """One value as a number, a text that UTF-8 can encode, or of a mapping of numbers a JSON object."""
     if isinstance(item, str):
-        return item.encode("utf-8", "replace").decode("utf-8")  # "\ud800" in a JSON file is half a character
+        # "\ud800" in a JSON file is half a character
+        return item.encode("utf-8", "replace").decode("utf-8")
     if isinstance(item, Mapping):
         numbers = {str(key): float(number) for key, number in item.items()}
-        return json.dumps({k: v if math.isfinite(v) else None for k, v in numbers.items()}, ensure_ascii=False)
+        return json.dumps(
+            {k: v if math.isfinite(v) else None for k, v in numbers.items()}, ensure_ascii=False
+        )
     return item.item() if hasattr(item, "item") else item
 
 
@@ -310,12 +343,18 @@ def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
     """
     if out.exists() and any(out.iterdir()):
         raise UserError(f"--out {out}: is not empty; choose a new folder")
-    unfinished = [f"{name} is {run.status}" for name, run in runs.items() if run.status != "finished"]
+    unfinished = [
+        f"{name} is {run.status}" for name, run in runs.items() if run.status != "finished"
+    ]
     if unfinished or not runs:
-        raise UserError(f"runs: {unfinished[0] if unfinished else 'none given'}; give folders of finished runs")
+        raise UserError(
+            f"runs: {unfinished[0] if unfinished else 'none given'}; give folders of finished runs"
+        )
     out.mkdir(parents=True, exist_ok=True)
     infos = {name: json.dumps(run.info, indent=2) + "\n" for name, run in runs.items()}
-    texts = [{RUN: name, "info": infos[name], "config": run.config_text} for name, run in runs.items()]
+    texts = [
+        {RUN: name, "info": infos[name], "config": run.config_text} for name, run in runs.items()
+    ]
     pq.write_table(pa.Table.from_pylist(texts, _RUNS), out / PACK_FILE, compression="zstd")
     for table in TABLES:
         schema = arrow_schema(table).insert(0, pa.field(RUN, pa.string()))
@@ -323,7 +362,9 @@ def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:
         for name, run in runs.items():
             rows = run.arrow(table)
             if run.damaged:
-                raise UserError(f"run: {name} has damaged parts ({', '.join(run.damaged)}); restore or exclude it")
+                raise UserError(
+                    f"run: {name} has damaged parts ({', '.join(run.damaged)}); restore or exclude it"
+                )
             rows = rows.add_column(0, schema.field(RUN), pa.repeat(name, len(rows))).cast(schema)
             whole = pa.concat_tables([whole, rows])
         if len(whole):

@@ -16,7 +16,14 @@ import pandas as pd
 import pyarrow as pa
 
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces.files import CONFIG_FILE, RUN_FILE, TRACES, has_writer, parse_run_info, read_run_info
+from sharpscope.traces.files import (
+    CONFIG_FILE,
+    RUN_FILE,
+    TRACES,
+    has_writer,
+    parse_run_info,
+    read_run_info,
+)
 from sharpscope.traces.parts import DamagedPartError, TraceWriter, is_pack, packed_runs, read_part
 from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
 
@@ -103,7 +110,9 @@ class Run(_Tables):
     method = property(lambda self: str(self.info.get("method")), doc="Name of the training method.")
     task = property(lambda self: str(self.info.get("task")), doc="Name of the training task.")
     seed = property(lambda self: self.info.get("seed"), doc="Seed of the run.")
-    config = property(lambda self: dict(self.info.get("config") or {}), doc="The resolved configuration.")
+    config = property(
+        lambda self: dict(self.info.get("config") or {}), doc="The resolved configuration."
+    )
     reduced = property(
         lambda self: self.info.get("reduced"),
         doc="Of a reduced run: number of `tokens` it had, number `sampled` that were kept and their `rule`; or None.",
@@ -127,7 +136,9 @@ class Run(_Tables):
         status = str(self.info.get("status", "failed"))
         return "died" if status == "running" and not has_writer(self.path) else status
 
-    def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    def tokens(
+        self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
         """Table `tokens` with a column `text`, each token by the run's tokenizer. Other steps and columns are not read.
 
         Args:
@@ -139,7 +150,11 @@ class Run(_Tables):
         """
         if columns is not None and TEXT not in columns:
             return _pandas(self.arrow("tokens", steps, columns))
-        stored = None if columns is None else [*dict.fromkeys([*(n for n in columns if n != TEXT), *_OF_TEXT])]
+        stored = (
+            None
+            if columns is None
+            else [*dict.fromkeys([*(n for n in columns if n != TEXT), *_OF_TEXT])]
+        )
         frame = _pandas(self.arrow("tokens", steps, stored))
         frame[TEXT] = token_texts(self, frame)
         return frame if columns is None else frame[list(columns)]
@@ -165,7 +180,10 @@ class Run(_Tables):
                 yield frame
 
     def arrow(
-        self, table: str, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+        self,
+        table: str,
+        steps: Iterable[int] | int | None = None,
+        columns: Sequence[str] | None = None,
     ) -> pa.Table:
         """A table in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
         names, schema = _columns(table, columns), arrow_schema(table)
@@ -262,9 +280,13 @@ class Runs(_Tables, Sequence[Run]):
     def _frame(self, table: str) -> pd.DataFrame:
         return self._concat({label: getattr(run, table) for label, run in self.by_name.items()})
 
-    def tokens(self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None) -> pd.DataFrame:
+    def tokens(
+        self, steps: Iterable[int] | int | None = None, columns: Sequence[str] | None = None
+    ) -> pd.DataFrame:
         """Table `tokens` of all runs; see `Run.tokens`."""
-        return self._concat({name: run.tokens(_steps(steps), columns) for name, run in self.by_name.items()})
+        return self._concat(
+            {name: run.tokens(_steps(steps), columns) for name, run in self.by_name.items()}
+        )
 
     def show(self, height: int = 900) -> Any:
         """The page of these runs for a notebook; see `Run.show`."""
@@ -273,9 +295,27 @@ class Runs(_Tables, Sequence[Run]):
     @property
     def table(self) -> pd.DataFrame:
         """One row per run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
-        columns = ["run", "method", "seed", "task", "status", "steps_done", "started", "finished", "damaged"]
+        columns = [
+            "run",
+            "method",
+            "seed",
+            "task",
+            "status",
+            "steps_done",
+            "started",
+            "finished",
+            "damaged",
+        ]
         rows = [
-            (name, run.method, run.seed, run.task, run.status, *map(run.info.get, columns[5:8]), len(run.damaged))
+            (
+                name,
+                run.method,
+                run.seed,
+                run.task,
+                run.status,
+                *map(run.info.get, columns[5:8]),
+                len(run.damaged),
+            )
             for name, run in self.by_name.items()
         ]
         return pd.DataFrame(rows, columns=columns)
@@ -288,7 +328,9 @@ class Runs(_Tables, Sequence[Run]):
             labeled.append(frame.assign(**labels)[[*labels, *frame.columns]])
         if not labeled:
             return pd.DataFrame(columns=["run", "method", "seed"])
-        return pd.concat([frame for frame in labeled if len(frame)] or labeled[:1], ignore_index=True)
+        return pd.concat(
+            [frame for frame in labeled if len(frame)] or labeled[:1], ignore_index=True
+        )
 
     def __repr__(self) -> str:
         return f"Runs({str(self.root)!r}, {len(self)} runs, {len(self.skipped)} skipped)"
@@ -344,8 +386,14 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     if not isinstance(path, str | Path):
         several = [load_runs(one) for one in path]
         for part in several:
-            runs |= {name if name not in runs else str(run.path): run for name, run in part.by_name.items()}
-            skipped |= {name if len(several) == 1 else str(part.root / name): why for name, why in part.skipped.items()}
+            runs |= {
+                name if name not in runs else str(run.path): run
+                for name, run in part.by_name.items()
+            }
+            skipped |= {
+                name if len(several) == 1 else str(part.root / name): why
+                for name, why in part.skipped.items()
+            }
         return Runs(several[0].root if several else Path(), runs, skipped)
     root = Path(path)
     packed = not root.exists() and any(is_pack(parent) for parent in list(root.parents)[:_DEPTH])
@@ -367,7 +415,9 @@ def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     elif is_pack(folder):
         yield from (folder / name for name in packed_runs(folder))
     elif depth:
-        for child in sorted(child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")):
+        for child in sorted(
+            child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")
+        ):
             yield from _run_folders(child, depth - 1)
 
 
@@ -426,9 +476,13 @@ def _load(folder: Path) -> Pieces | None:
 
     try:
         loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception:  # the library raises bare exceptions for a damaged file; tokens then stand as their numbers
+    except (
+        Exception
+    ):  # the library raises bare exceptions for a damaged file; tokens then stand as their numbers
         return None
-    decode = lru_cache(maxsize=None)(lambda *ids: str(loaded.decode(ids, skip_special_tokens=False)))
+    decode = lru_cache(maxsize=None)(
+        lambda *ids: str(loaded.decode(ids, skip_special_tokens=False))
+    )
     return lambda ids: pieces(ids, lambda part: decode(*part))
 
 
@@ -437,7 +491,11 @@ def token_texts(run: Run, tokens: pd.DataFrame) -> pd.Series:
     maker, ordered = piece_maker(run), tokens.sort_values(["step", "rollout", "position"])
     if maker is None:
         return pd.Series(None, index=tokens.index, dtype=object)
-    texts = [text for _, ids in ordered.groupby(["step", "rollout"])["token_id"] for text in maker(ids.tolist())]
+    texts = [
+        text
+        for _, ids in ordered.groupby(["step", "rollout"])["token_id"]
+        for text in maker(ids.tolist())
+    ]
     return pd.Series(texts, index=ordered.index, dtype=object).reindex(tokens.index)
 
 

@@ -85,7 +85,9 @@ def _table(name: str, row: str, key: str, columns: str) -> Table:
         match = _COLUMN.fullmatch(line)
         assert match is not None, line
         column, flag, type_, unit, definition = match.groups()
-        made.append(Column(column, type_, unit or "1", definition, flag != "!", flag == "?", flag == "~"))
+        made.append(
+            Column(column, type_, unit or "1", definition, flag != "!", flag == "?", flag == "~")
+        )
     return Table(name, row, tuple(key.split()), tuple(made))
 
 
@@ -97,7 +99,12 @@ TABLES: dict[str, Table] = {name: _table(name, **entry) for name, entry in _ENTR
 def arrow_schema(table: str) -> pa.Schema:
     """Arrow schema of a table, with unit and definition in each field's metadata and the version in the schema's."""
     fields = [
-        pa.field(c.name, ARROW_TYPES[c.type], c.nullable, metadata={"unit": c.unit, "definition": c.definition})
+        pa.field(
+            c.name,
+            ARROW_TYPES[c.type],
+            c.nullable,
+            metadata={"unit": c.unit, "definition": c.definition},
+        )
         for c in TABLES[table].columns
     ]
     return pa.schema(fields, metadata={VERSION_KEY: str(SCHEMA_VERSION)})
@@ -117,7 +124,13 @@ def schema_markdown(tables: list[str] | None = None) -> str:
         "unless a probe or an option records it. Columns in seconds differ between two runs of one config.",
     ]
     for table in (TABLES[name] for name in tables or TABLES):
-        lines += ["", f"## {table.name}", "", f"A row is {table.row}, identified by {', '.join(table.key)}.", ""]
+        lines += [
+            "",
+            f"## {table.name}",
+            "",
+            f"A row is {table.row}, identified by {', '.join(table.key)}.",
+            "",
+        ]
         lines += ["| column | type | unit | recorded | definition |", "|---|---|---|---|---|"]
         for column in table.columns:
             when = "with a probe" if column.probe else "or null" if column.nullable else ""

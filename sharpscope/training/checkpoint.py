@@ -42,9 +42,12 @@ class Progress:
     recent_log_grad_norms: Sequence[float]
     rows: Sequence[Mapping[str, Any]]  # canonical quantities of the steps, for the health rules
     method: dict[str, Any]  # the method with calibrated constants filled in
-    said: Sequence[str] = ()  # warnings of the method that were reported, which a resumed run does not repeat
-    entropy_control: Mapping[str, Any] = field(default_factory=dict)  # the method's state (`MethodState`)
-    measuring: Mapping[str, Any] = field(default_factory=dict)  # time spent on recording and training
+    # warnings of the method that were reported, which a resumed run does not repeat
+    said: Sequence[str] = ()
+    # the method's state (`MethodState`)
+    entropy_control: Mapping[str, Any] = field(default_factory=dict)
+    # time spent on recording and training
+    measuring: Mapping[str, Any] = field(default_factory=dict)
 
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
@@ -82,11 +85,15 @@ def newest(run_dir: Path) -> Path | None:
     saved = checkpoints(run_dir)
     problem = damage(saved[-1]) if saved else None
     if problem is not None:
-        raise UserError(f"checkpoint {saved[-1]}: is damaged ({problem}); remove it to go on from the one before")
+        raise UserError(
+            f"checkpoint {saved[-1]}: is damaged ({problem}); remove it to go on from the one before"
+        )
     return saved[-1] if saved else None
 
 
-def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress) -> None:
+def save(
+    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress
+) -> None:
     """Write a checkpoint with unsharded weights and optimizer state; remove those that are not kept. Every process calls it.
 
     Raises:
@@ -95,7 +102,9 @@ def save(config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progre
     """
     model = policy.model
     if is_sharded(model):
-        gathered = gathered_copy(model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero())
+        gathered = gathered_copy(
+            model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero()
+        )
         model, optimizer = gathered.model, gathered.optimizer
     distributed.rank_zero_call(lambda: _write(config, model, policy.tokenizer, optimizer, progress))
 
@@ -111,13 +120,21 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW) -> P
 
 
 def _write(
-    config: RunConfig, model: nn.Module, tokenizer: Any, optimizer: torch.optim.AdamW, progress: Progress
+    config: RunConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    optimizer: torch.optim.AdamW,
+    progress: Progress,
 ) -> None:
     """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too."""
-    bad = next((name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
+    bad = next(
+        (name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None
+    )
     if bad is not None:
         why = f"the weights '{bad}' are not finite, so it is not saved"
-        raise NonFiniteError(f"checkpoint of step {progress.step}: {why}; resume from an earlier one")
+        raise NonFiniteError(
+            f"checkpoint of step {progress.step}: {why}; resume from an earlier one"
+        )
     final = checkpoint_dir(config.run_dir, progress.step)
     temporary = final.with_name(f".{final.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # what a crash left
@@ -135,7 +152,9 @@ def _write(
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         sums = {path.relative_to(temporary).as_posix(): _checksum(path) for path in files}
         (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
-    except Exception as error:  # a full disk raises OSError, SafetensorError or a tokenizer's plain Exception
+    except (
+        Exception
+    ) as error:  # a full disk raises OSError, SafetensorError or a tokenizer's plain Exception
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
             raise
@@ -144,7 +163,8 @@ def _write(
         shutil.rmtree(final)
     temporary.rename(final)
     for path in checkpoints(config.run_dir)[: -config.checkpoint.keep_last]:
-        (path / STATE).unlink(missing_ok=True)  # first: what a crash leaves of it must not look like a checkpoint
+        # first: what a crash leaves of it must not look like a checkpoint
+        (path / STATE).unlink(missing_ok=True)
         shutil.rmtree(path)
 
 
@@ -154,12 +174,16 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         tensors = load_file(folder / OPTIMIZER)
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(f"checkpoint '{folder}' cannot be read ({error}); choose an earlier one") from None
+        raise UserError(
+            f"checkpoint '{folder}' cannot be read ({error}); choose an earlier one"
+        ) from None
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
         name, entry = key.rsplit("::", 1)
         if name not in parameters:
-            raise UserError(f"checkpoint: the optimizer's state names '{name}', which the model does not have")
+            raise UserError(
+                f"checkpoint: the optimizer's state names '{name}', which the model does not have"
+            )
         parameter = parameters[name]
         # AdamW keeps its step count on the CPU
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
@@ -173,7 +197,9 @@ def fingerprint(model: nn.Module) -> str:
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-            digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            digest.update(
+                parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 

@@ -55,15 +55,25 @@ def evaluate(
             cut: list[bool] = []
             size = max(1, BATCH_COMPLETIONS // k)
             for first in range(0, number, size):
-                drawn, scored = draw_scored(policy, task, examples[first : first + size], k, sampling, draws, first)
+                drawn, scored = draw_scored(
+                    policy, task, examples[first : first + size], k, sampling, draws, first
+                )
                 rewards += scored
                 cut += drawn.truncated.tolist()
             correct = np.array([one.correct for one in rewards], dtype=bool).reshape(number, k)
-            totals, truncated = [one.total for one in rewards], np.array(cut, dtype=bool).reshape(number, k)
-            row = evaluation_row(step, task.name, split, level, correct, totals, temperature, truncated)
+            totals, truncated = (
+                [one.total for one in rewards],
+                np.array(cut, dtype=bool).reshape(number, k),
+            )
+            row = evaluation_row(
+                step, task.name, split, level, correct, totals, temperature, truncated
+            )
             for each in pass_at:
                 values = prompt_pass_at_k(correct, min(each, k))
-                row |= {f"pass_at_{each}": float(values.mean()), f"pass_at_{each}_std_error": standard_error(values)}
+                row |= {
+                    f"pass_at_{each}": float(values.mean()),
+                    f"pass_at_{each}_std_error": standard_error(values),
+                }
             rows.append(row)
     return rows
 
@@ -109,12 +119,16 @@ def evaluate_model(
     from sharpscope.config import build_config, read_recorded
 
     if not all(1 <= k <= samples for k in pass_at):
-        raise UserError(f"-k {max(pass_at)}: pass@k needs --samples of at least k, it is {samples}; raise --samples")
+        raise UserError(
+            f"-k {max(pass_at)}: pass@k needs --samples of at least k, it is {samples}; raise --samples"
+        )
     folder, recorded, step = Path(model), False, 0
     if (folder / "run.json").exists():
         saved = checkpoints(folder)
         if not saved:
-            raise UserError(f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on")
+            raise UserError(
+                f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on"
+            )
         recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
     given = {"prompts": prompts, "samples": samples, "temperatures": list(temperatures)}
     values: dict[str, Any] = {"policy.model": model, "evaluation": given}
@@ -122,13 +136,28 @@ def evaluate_model(
         task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
     if task is not None:
         values["task"] = dict(task_choice(task))
-    config = read_recorded(folder, values, overrides) if recorded else build_config(None, overrides, values)
+    config = (
+        read_recorded(folder, values, overrides)
+        if recorded
+        else build_config(None, overrides, values)
+    )
     run_folder.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
-    present = present_splits(made, DEFAULT_SPLITS) if splits is None else present_splits(made, splits, every=True)
+    present = (
+        present_splits(made, DEFAULT_SPLITS)
+        if splits is None
+        else present_splits(made, splits, every=True)
+    )
     asked = config.evaluation.model_copy(update={"splits": tuple(present)})
-    policy = load_policy(config.policy, base=read_recorded(folder).policy.model if recorded else None)
-    options: dict[str, Any] = {"step": step, "seed": seed, "on_progress": on_progress, "pass_at": pass_at}
+    policy = load_policy(
+        config.policy, base=read_recorded(folder).policy.model if recorded else None
+    )
+    options: dict[str, Any] = {
+        "step": step,
+        "seed": seed,
+        "on_progress": on_progress,
+        "pass_at": pass_at,
+    }
     rows = evaluate(policy, made, asked, config.rollout, **options)
     return [row | _intervals(row, pass_at) for row in rows]
 
@@ -137,7 +166,10 @@ def present_splits(task: Task, wanted: Sequence[str], every: bool = False) -> li
     """The wanted splits that the task has; a UserError if it has none of them, or with `every` not all."""
     missing = [split for split in wanted if not _examples_of(task, split)]
     if len(missing) == len(wanted) or (missing and every):
-        there = ", ".join(name for name in (*task.splits(), EVERY_ROW) if _examples_of(task, name)) or "no splits"
+        there = (
+            ", ".join(name for name in (*task.splits(), EVERY_ROW) if _examples_of(task, name))
+            or "no splits"
+        )
         raise UserError(f"split {', '.join(missing)}: the task has {there}; choose one of them")
     return [split for split in wanted if split not in missing]
 
@@ -148,6 +180,13 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
 
     ends = {"accuracy": accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"])}
     for k in pass_at:
-        groups = row["k"] / min(k, row["k"])  # of k completions each, at most this many independent ones
-        ends[f"pass_at_{k}"] = accuracy_interval(row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups)
-    return {f"{name}_{end}": getattr(interval, end) for name, interval in ends.items() for end in ("low", "high")}
+        # of k completions each, at most this many independent ones
+        groups = row["k"] / min(k, row["k"])
+        ends[f"pass_at_{k}"] = accuracy_interval(
+            row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups
+        )
+    return {
+        f"{name}_{end}": getattr(interval, end)
+        for name, interval in ends.items()
+        for end in ("low", "high")
+    }

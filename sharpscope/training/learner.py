@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.method import CurvatureTokens
 from sharpscope.config.run import OptimizerSpec
-from sharpscope.config.token_weights import number
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.memory import require_memory
-from sharpscope.objective import Method, MethodState, Plan, calibrate, clipped_norm, k3, per_token, prepare
+from sharpscope.methods import Method
+from sharpscope.methods.loss import MethodState, clipped_norm, k3
+from sharpscope.methods.method import CurvatureTokens
+from sharpscope.methods.plan import Plan, calibrate, per_token, prepare
+from sharpscope.methods.token_weights import number
 from sharpscope.policy import Policy, Rollouts, TokenStats, load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.head import output_head
@@ -94,7 +96,9 @@ class Learner:
                 made[id(parameter)] = parts[-1]
         return made
 
-    def clipping(self, method: Method, gradients: Gradient, norm: float, progress: float) -> Clipping:
+    def clipping(
+        self, method: Method, gradients: Gradient, norm: float, progress: float
+    ) -> Clipping:
         """The clip of a gradient with this global norm: by module type, if the method does so, then to `max_grad_norm`.
 
         The history of norms stays as it is. Of a sharded model every process calls this.
@@ -105,13 +109,19 @@ class Learner:
             return Clipping([factor] * len(self.parameters), factor, dict(averages))
         high, types = number(method.at(progress).module_clip), self._module_types
         found = norms(zip(self.parameters, gradients, strict=True), types).layers
-        by_type = {kind: clipped_norm(high, size, averages.get(kind)) for kind, size in found.items()}
+        by_type = {
+            kind: clipped_norm(high, size, averages.get(kind)) for kind, size in found.items()
+        }
         scaled = math.sqrt(sum((by_type[kind][0] * size) ** 2 for kind, size in found.items()))
         if all(scale == 1.0 for scale, _ in by_type.values()):
             scaled = norm  # without the rounding of the sum
         factor = clip_factor(scaled, limit)
         factors = [factor * by_type[types[id(parameter)]][0] for parameter in self.parameters]
-        return Clipping(factors, factor * scaled / norm, {kind: average for kind, (_, average) in by_type.items()})
+        return Clipping(
+            factors,
+            factor * scaled / norm,
+            {kind: average for kind, (_, average) in by_type.items()},
+        )
 
     def view(self) -> ModelView:
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy, made by every process."""
@@ -148,27 +158,50 @@ class Learner:
         warnings: tuple[str, ...] = ()
         mask = rollouts.completion_mask.bool().cpu()
         if bool(mask.any()):
-            method = method.model_copy(update={"weight": self.state.moved(method.weight, stats.entropy.cpu()[mask])})
+            method = method.model_copy(
+                update={"weight": self.state.moved(method.weight, stats.entropy.cpu()[mask])}
+            )
         try:
             plan = self.plan(rollouts, advantage, step, progress, method, stats)
             warnings = plan.warnings
             work = Updates(
-                self, rollouts, advantage, progress, method, plan, tokens, rotations, before_optimizer, without=without
+                self,
+                rollouts,
+                advantage,
+                progress,
+                method,
+                plan,
+                tokens,
+                rotations,
+                before_optimizer,
+                without=without,
             )
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
                 gradient = work.gradient(index, rows, pass_index)
-                if index == 0 and before_first_update is not None and not before_first_update(stats, plan.weight):
+                if (
+                    index == 0
+                    and before_first_update is not None
+                    and not before_first_update(stats, plan.weight)
+                ):
                     updates.append(work.skip(gradient, gradient.norm))
                     break
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
                     first_use = tokens.update[rows] == index
-                    before_step(PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm))
+                    before_step(
+                        PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm)
+                    )
                 updates.append(work.apply(gradient))
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
-            updates.append(UpdateResult(math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)))
-        made = any(not update.skipped for update in updates) and not any(update.broken for update in updates)
+            updates.append(
+                UpdateResult(
+                    math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)
+                )
+            )
+        made = any(not update.skipped for update in updates) and not any(
+            update.broken for update in updates
+        )
         kl = self._kl_step(rollouts, mask, stats) if made else None
         return StepResult(updates, tokens, warnings, method.correction is not None, kl)
 
@@ -179,7 +212,9 @@ class Learner:
             return None
         logp = self.scorer.log_probabilities(rollouts.rows(rows)).double().cpu()
         width = logp.shape[1]
-        return float(k3(stats.logp[rows].double().cpu()[:, :width], logp)[mask[rows][:, :width]].mean())
+        return float(
+            k3(stats.logp[rows].double().cpu()[:, :width], logp)[mask[rows][:, :width]].mean()
+        )
 
     def compare(
         self,
@@ -200,7 +235,9 @@ class Learner:
         """
         tokens = StepTokens.unused(stats)
         plan = self.plan(rollouts, advantage, step, progress, method, stats)
-        work = Updates(self, rollouts, advantage, progress, method, plan, tokens, references=references)
+        work = Updates(
+            self, rollouts, advantage, progress, method, plan, tokens, references=references
+        )
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
             norm = work.reshape(gradient).total
@@ -212,7 +249,13 @@ class Learner:
             self.optimizer.zero_grad(set_to_none=True)
 
     def plan(
-        self, rollouts: Rollouts, advantage: Tensor, step: int, progress: float, method: Method, stats: TokenStats
+        self,
+        rollouts: Rollouts,
+        advantage: Tensor,
+        step: int,
+        progress: float,
+        method: Method,
+        stats: TokenStats,
     ) -> Plan:
         """What is fixed for a step; `stats` are of the present policy."""
         tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
@@ -234,7 +277,9 @@ class Learner:
         group = trained.get(id(weight))
         if group is None or self.scorer.sharded:
             why = "is sharded" if self.scorer.sharded else "is not trained"
-            raise UserError(f"method.tokens.kind = curvature: the output layer {why}; choose another method")
+            raise UserError(
+                f"method.tokens.kind = curvature: the output layer {why}; choose another method"
+            )
         moments = None
         if state := self.optimizer.state.get(weight):
             known = int(state["step"]), group["betas"], group["eps"]
@@ -243,20 +288,31 @@ class Learner:
         each = per_token(advantage.to(rollouts.completion_ids.device), rollouts.completion_mask)
         return self.scorer.per_token(rollouts, function, 2, advantage=each)
 
-    def _schedule(self, rollouts: Rollouts, step: int, method: Method) -> Iterator[tuple[Tensor, int]]:
+    def _schedule(
+        self, rollouts: Rollouts, step: int, method: Method
+    ) -> Iterator[tuple[Tensor, int]]:
         """Rows and pass of each update: groups stay whole and are assigned to mini-batches in a seeded order."""
         groups = torch.unique(rollouts.group.cpu())
         for epoch in range(self.inner_epochs):
             order = groups
             if self.mini_batches > 1:
-                order = groups[torch.randperm(len(groups), generator=generator(self.seed, "mini_batches", step, epoch))]
+                order = groups[
+                    torch.randperm(
+                        len(groups), generator=generator(self.seed, "mini_batches", step, epoch)
+                    )
+                ]
             # Passes are the outer loop (Lopti): all mini-batches with the first pass's tokens, then all with the rest.
             for pass_index in range(method.pass_count):
                 for chosen in torch.tensor_split(order, self.mini_batches):
-                    yield torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(), pass_index
+                    yield (
+                        torch.nonzero(torch.isin(rollouts.group.cpu(), chosen)).flatten(),
+                        pass_index,
+                    )
 
 
-def calibrated(method: Method, drawn: RolloutBatch, stats: TokenStats, progress: float) -> Method | None:
+def calibrated(
+    method: Method, drawn: RolloutBatch, stats: TokenStats, progress: float
+) -> Method | None:
     """The method with the constants of its token weight fixed on a batch; None where they need a gradient and it has none."""
     tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress, method)
     if method.weight.needs_gradient and not bool(tensors.mass.any()):
@@ -269,9 +325,15 @@ def calibrated(method: Method, drawn: RolloutBatch, stats: TokenStats, progress:
 
 def load_start(config: RunConfig, checkpoint: Path | None) -> Policy:
     """The policy of a run's checkpoint, or with None the one that the run starts from, if its training fits into memory."""
-    source = config.policy if checkpoint is None else config.policy.model_copy(update={"model": str(checkpoint)})
+    source = (
+        config.policy
+        if checkpoint is None
+        else config.policy.model_copy(update={"model": str(checkpoint)})
+    )
     policy = load_policy(source, base=config.policy.model)
-    trained = sum(p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad)
+    trained = sum(
+        p.numel() * p.element_size() for p in policy.model.parameters() if p.requires_grad
+    )
     what = "a gradient with AdamW's two moments"
     require_memory(3 * trained, policy.device, what, "train adapters (--set policy.lora.r=16)")
     return policy
@@ -285,7 +347,11 @@ def reference_policy(config: RunConfig, policy: Policy) -> nn.Module:
 
 
 def make_learner(
-    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, *, reference: nn.Module | None = None
+    config: RunConfig,
+    policy: Policy,
+    optimizer: torch.optim.AdamW,
+    *,
+    reference: nn.Module | None = None,
 ) -> Learner:
     """A learner with the run's settings."""
     scorer = Scorer(
@@ -316,7 +382,9 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {
-            "params": [p for p in trainable if (p.ndim >= 2) is matrices and is_shard(p) is divided],
+            "params": [
+                p for p in trainable if (p.ndim >= 2) is matrices and is_shard(p) is divided
+            ],
             "weight_decay": spec.weight_decay if matrices else 0.0,
         }
         for divided in (False, True)
@@ -349,7 +417,9 @@ def positive_learning_rate(config: RunConfig, step: int) -> float:
     lr = learning_rate(config.optimizer, step, config.steps)
     if not lr > 0:
         given = f"optimizer.schedule = {config.optimizer.schedule}: the learning rate is 0 at step {step}"
-        raise UserError(f"{given}; choose an earlier checkpoint, or --set optimizer.schedule=constant")
+        raise UserError(
+            f"{given}; choose an earlier checkpoint, or --set optimizer.schedule=constant"
+        )
     return lr
 
 

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from sharpscope import distributed
-from sharpscope.config import is_reference, known_settings
-from sharpscope.config.token_weights import UniformWeight
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
-from sharpscope.objective import Method, method_label
+from sharpscope.methods import Method, is_reference, method_label
+from sharpscope.methods.token_weights import UniformWeight
 from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import run_folder
@@ -30,6 +29,7 @@ from sharpscope.recording.probe_sets import Drawer, check_probe_set
 from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
 from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.rules.judging import Event, judge
+from sharpscope.settings import known_settings
 from sharpscope.tasks import Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
@@ -66,7 +66,10 @@ class Display:
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(quiet=True)
-        columns = (*bars.Progress.get_default_columns(), bars.TextColumn("[dim]{task.fields[status]}"))
+        columns = (
+            *bars.Progress.get_default_columns(),
+            bars.TextColumn("[dim]{task.fields[status]}"),
+        )
         hidden = self.console.quiet or not self.console.is_terminal
         self._progress = bars.Progress(*columns, console=self.console, disable=hidden)
         self._fired: set[str] = set()
@@ -86,12 +89,17 @@ class Display:
         step = int(row["step"])
         self._progress.update(self._task, completed=step)
         if step % 10 == 0 or step == 1 or time.monotonic() - self._printed >= LINE_EVERY:
-            shown = [form.format(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None]
+            shown = [
+                form.format(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None
+            ]
             self._print(f"step {step} of {self._steps}: {'  '.join(shown)}")
 
     def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """An evaluation is done."""
-        each = [f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%}" for row in rows]
+        each = [
+            f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%}"
+            for row in rows
+        ]
         self._print(f"step {rows[0]['step']}, accuracy: {'; '.join(each)}")
 
     def event(self, event: Event) -> None:
@@ -154,7 +162,11 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
         if config.evaluation.every:
             present_splits(task, config.evaluation.splits)
         policy = load_start(config, saved)
-        longest = [e for split in ("train", *config.evaluation.splits) for e in task.splits().get(split, [])]
+        longest = [
+            e
+            for split in ("train", *config.evaluation.splits)
+            for e in task.splits().get(split, [])
+        ]
         check_lengths(policy, render_prompts(longest, policy), config.rollout.max_new_tokens)
         check_probe_set(config, task)
         info = run_folder.run_info(config, policy, threads, launch)
@@ -164,7 +176,9 @@ def train(config: RunConfig, display: Display | None = None, resume: bool = Fals
             distributed.rank_zero_call(lock)
         begun = distributed.broadcast((folder / RUN_FILE).exists())
         if begun and not resume:
-            raise UserError(f"out: {folder} contains a run and is not overwritten; choose another --out")
+            raise UserError(
+                f"out: {folder} contains a run and is not overwritten; choose another --out"
+            )
         if not begun:
             distributed.rank_zero_call(lambda: run_folder.begin_run_dir(config, policy, info))
         try:
@@ -179,7 +193,13 @@ class _Run:
     """The state of one run while it trains."""
 
     def __init__(
-        self, config: RunConfig, policy: Policy, task: Task, examples: list[Any], display: Display, launch: Launch
+        self,
+        config: RunConfig,
+        policy: Policy,
+        task: Task,
+        examples: list[Any],
+        display: Display,
+        launch: Launch,
     ) -> None:
         self.config, self.policy, self.task, self.display = config, policy, task, display
         self.method = config.resolved_method
@@ -190,7 +210,8 @@ class _Run:
                 shard(model, launch.reshard)
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
-        self.recent: list[float] = []  # log of the largest gradient norm of each of the last steps, for spikes
+        # log of the largest gradient norm of each of the last steps, for spikes
+        self.recent: list[float] = []
         self.quantities = Quantities()
         self.stop = ""  # why the run must stop after this step
         self.stop_requested = False  # by the user
@@ -214,8 +235,11 @@ class _Run:
             notes.append(f"resumed after step {done}, from {checkpoint.name}")
         info = distributed.rank_zero_call(lambda: read_run_info(run_dir))
         if checkpoint is None:
-            info.pop("probe_radius", None)  # it is searched again, so that step 0 is recorded as it was
-        run_folder.note(run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes])
+            # it is searched again, so that step 0 is recorded as it was
+            info.pop("probe_radius", None)
+        run_folder.note(
+            run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes]
+        )
         status, reason = "failed", ""
         title = f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}"
         self.display.start(title, config.steps, done)
@@ -234,23 +258,33 @@ class _Run:
                     done = step
                     stop = distributed.broadcast(self.stop)
                     if stop or any(distributed.gather(self.stop_requested)):
-                        status, reason = ("failed", stop) if stop else ("interrupted", "stopped by the user")
+                        status, reason = (
+                            ("failed", stop) if stop else ("interrupted", "stopped by the user")
+                        )
                         break
                 else:
                     status, reason = "finished", "all steps done"
                 writer.flush()
-            destroyed = self.broken or self.stop.startswith("policy_destroyed")  # the checkpoint before is worth more
+            # the checkpoint before is worth more
+            destroyed = self.broken or self.stop.startswith("policy_destroyed")
             if done > restored and not destroyed:
                 self._save(done)
         except KeyboardInterrupt:
-            status, reason = "interrupted", "stopped at once by the user; the step in progress is lost"
+            status, reason = (
+                "interrupted",
+                "stopped at once by the user; the step in progress is lost",
+            )
         except OSError as error:
             status, reason = "failed", run_folder.refused_write(error, run_dir)
             if not reason:
                 reason = run_folder.keep_traceback(run_dir, error)
                 raise
         except BaseException as error:
-            reason = str(error) if isinstance(error, UserError) else run_folder.keep_traceback(run_dir, error)
+            reason = (
+                str(error)
+                if isinstance(error, UserError)
+                else run_folder.keep_traceback(run_dir, error)
+            )
             raise
         finally:
             self.display.stop()
@@ -296,7 +330,9 @@ class _Run:
             vocabulary=self.policy.head.weight.shape[0],
             quantities=self.quantities,
             lr=lr,
-            checkpoint=f"step-{(step - 1) // every * every:06d}" if every and step > every else None,
+            checkpoint=f"step-{(step - 1) // every * every:06d}"
+            if every and step > every
+            else None,
         )
         observer = StepObserver(self.observers, step, batch.rollouts, self.recent)
 
@@ -323,7 +359,9 @@ class _Run:
         health.after_updates(row)
         self.quantities.rows.append(health.values)
         self._report([*health.events, *observer.events, *self._result_events(step, result)])
-        largest = max((update.plain_norm for update in result.updates if not update.skipped), default=0.0)
+        largest = max(
+            (update.plain_norm for update in result.updates if not update.skipped), default=0.0
+        )
         if largest:
             self.recent = [*self.recent[-49:], math.log(largest)]
         self._record(step, batch, result, observer)
@@ -338,7 +376,9 @@ class _Run:
         self.display.step(row)
         if self.broken:
             return
-        if config.evaluation.every and (step % config.evaluation.every == 0 or step == config.steps):
+        if config.evaluation.every and (
+            step % config.evaluation.every == 0 or step == config.steps
+        ):
             self._evaluate(step)
         self._probe(step)
         if every and step % every == 0 and step < config.steps:
@@ -354,7 +394,9 @@ class _Run:
         """
         if not self.method.weight.needs_calibration:
             return self.method
-        found = calibrated(self.method, batch, self.learner.scorer.statistics(batch.rollouts), progress)
+        found = calibrated(
+            self.method, batch, self.learner.scorer.statistics(batch.rollouts), progress
+        )
         if found is None:
             text = "no token has a gradient yet: token weights are 1, and are calibrated at the first step with one"
             if text not in self.shown:
@@ -400,7 +442,9 @@ class _Run:
             self._report(events)
             self.observers.schedule.spend("surface", time.perf_counter() - started)
 
-    def _record(self, step: int, batch: RolloutBatch, result: StepResult, observer: StepObserver) -> None:
+    def _record(
+        self, step: int, batch: RolloutBatch, result: StepResult, observer: StepObserver
+    ) -> None:
         """Write the scheduled rows of a step."""
         spec = self.config.recording
         if spec.rollouts_every and step % spec.rollouts_every == 0:
@@ -408,7 +452,9 @@ class _Run:
         if observer.columns or (spec.tokens_every and step % spec.tokens_every == 0):
             temperature = self.config.rollout.temperature
             head, layers = self.policy.head, observer.by_layer
-            columns = token_columns(step, batch, result, observer.columns, head, temperature, layers, observer.written)
+            columns = token_columns(
+                step, batch, result, observer.columns, head, temperature, layers, observer.written
+            )
             self.writer.append("tokens", columns)
         if observer.rows:
             self.writer.append("probes", observer.rows)
@@ -430,7 +476,9 @@ class _Run:
         if rows:
             self.writer.append("eval", {name: [row[name] for row in rows] for name in rows[0]})
             self.display.evaluation(rows)
-            self._report(judge(step, {"temperature_gap": temperature_gap(rows)}, self.config.health.limits))
+            self._report(
+                judge(step, {"temperature_gap": temperature_gap(rows)}, self.config.health.limits)
+            )
             self.writer.flush()
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
@@ -452,7 +500,10 @@ class _Run:
     def _restore(self, checkpoint: Path) -> int:
         progress = restore(checkpoint, self.policy, self.optimizer)
         self.order.cursor = progress.cursor
-        self.recent, self.quantities = list(progress.recent_log_grad_norms), Quantities(progress.rows)
+        self.recent, self.quantities = (
+            list(progress.recent_log_grad_norms),
+            Quantities(progress.rows),
+        )
         self.shown = set(progress.said)
         self.method = type(self.method).model_validate(known_settings(Method, progress.method))
         self.observers.restore(progress.measuring)
@@ -464,7 +515,10 @@ class _Run:
 def _stop_after_step(interrupt: Callable[[], None]) -> Iterator[None]:
     """Call `interrupt` at SIGINT and SIGTERM."""
     try:
-        previous = {number: signal.signal(number, lambda *_: interrupt()) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {
+            number: signal.signal(number, lambda *_: interrupt())
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
     except ValueError:  # not in the main thread, where the caller handles signals
         yield
         return

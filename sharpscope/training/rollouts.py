@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from sharpscope.config.method import DecoupledAdvantage
 from sharpscope.errors import UserError
-from sharpscope.objective import Method, estimate_advantages, overlong_penalty
+from sharpscope.methods import Method
+from sharpscope.methods.advantages import estimate_advantages, overlong_penalty
+from sharpscope.methods.method import DecoupledAdvantage
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
 from sharpscope.recording.step import RolloutBatch
 from sharpscope.seeds import derive, generator
@@ -30,7 +31,9 @@ class DataOrder:
     examples: Sequence[Example]
     seed: int
     cursor: int = 0
-    _permutations: dict[int, list[int]] = field(init=False, default_factory=dict, repr=False, compare=False)
+    _permutations: dict[int, list[int]] = field(
+        init=False, default_factory=dict, repr=False, compare=False
+    )
 
     def take(self, count: int) -> list[Example]:
         """The next `count` examples; every example is seen once before any is seen twice."""
@@ -38,7 +41,9 @@ class DataOrder:
         for position in range(self.cursor, self.cursor + count):
             epoch, index = divmod(position, len(self.examples))
             if epoch not in self._permutations:
-                order = torch.randperm(len(self.examples), generator=generator(self.seed, "data_order", epoch))
+                order = torch.randperm(
+                    len(self.examples), generator=generator(self.seed, "data_order", epoch)
+                )
                 self._permutations = {epoch: order.tolist()}
             taken.append(self.examples[self._permutations[epoch][index]])
         self.cursor += count
@@ -74,8 +79,12 @@ def draw_rollouts(
                 break
             redrawn += len(flat)
             fresh = order.take(len(flat))
-            new, new_rewards = draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
-            rollouts, rewards = _replace_groups(rollouts, rewards, flat, new, new_rewards, len(examples))
+            new, new_rewards = draw(
+                policy, task, fresh, spec, derive(seed, "rollouts", step, attempt)
+            )
+            rollouts, rewards = _replace_groups(
+                rollouts, rewards, flat, new, new_rewards, len(examples)
+            )
             drawn = dict(zip(flat, fresh, strict=True))
             examples = [drawn.get(group, example) for group, example in enumerate(examples)]
     if sampling.overlong is not None:
@@ -83,7 +92,9 @@ def draw_rollouts(
         rollouts = rollouts.with_reward(rollouts.reward.cpu() + penalty)
         rewards = [
             replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})
-            for reward, part in zip(rewards, (penalty + 0.0).tolist(), strict=True)  # + 0.0: no part is −0
+            for reward, part in zip(
+                rewards, (penalty + 0.0).tolist(), strict=True
+            )  # + 0.0: no part is −0
         ]
     stats = None
     if method.advantage.kind == "token_baseline":
@@ -94,7 +105,10 @@ def draw_rollouts(
 
 
 def step_advantages(
-    method: Method, rollouts: Rollouts, rewards: Sequence[Reward] = (), stats: TokenStats | None = None
+    method: Method,
+    rollouts: Rollouts,
+    rewards: Sequence[Reward] = (),
+    stats: TokenStats | None = None,
 ) -> Tensor:
     """Advantages of a step's completions, (N,) or (N, T), float64; plain GRPO's need no `rewards` beside the rollouts'.
 
@@ -130,7 +144,9 @@ def split_examples(task: Task, name: str) -> list[Example]:
     """Examples of a split; a UserError if the task has none."""
     examples = task.splits().get(name, [])
     if not examples:
-        raise UserError(f"task.kind: {task.name} has no split '{name}' to draw prompts from; choose another task")
+        raise UserError(
+            f"task.kind: {task.name} has no split '{name}' to draw prompts from; choose another task"
+        )
     return examples
 
 
@@ -141,7 +157,8 @@ def _undecided(rewards: list[Reward], groups: int) -> list[int]:
     return [
         group
         for group, rows in enumerate(members)
-        if len({one.correct for one in rows}) == 1 or not all(math.isfinite(one.total) for one in rows)
+        if len({one.correct for one in rows}) == 1
+        or not all(math.isfinite(one.total) for one in rows)
     ]
 
 
@@ -155,7 +172,12 @@ def draw_group(
 
 
 def _replace_groups(
-    old: Rollouts, old_rewards: list[Reward], flat: list[int], new: Rollouts, new_rewards: list[Reward], groups: int
+    old: Rollouts,
+    old_rewards: list[Reward],
+    flat: list[int],
+    new: Rollouts,
+    new_rewards: list[Reward],
+    groups: int,
 ) -> tuple[Rollouts, list[Reward]]:
     """`old` of `groups` groups with the groups `flat` replaced by those of `new`, in order."""
     size, source = len(old_rewards) // groups, list(range(groups))

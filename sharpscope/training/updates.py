@@ -14,13 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
-from sharpscope.objective import Method, Plan, entropy_bonus, policy_loss, prepare, reference_method, token_normalizer
+from sharpscope.methods import Method, reference_method
+from sharpscope.methods.loss import entropy_bonus, policy_loss, token_normalizer
+from sharpscope.methods.plan import Plan, prepare
 from sharpscope.policy import Rollouts
+from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scored, shortest
 from sharpscope.policy.token_stats import flat_entropy
-from sharpscope.probes import coming_step, noise_rotation, rotation
 from sharpscope.recording.norms import Norms, gradient_norms, total_norm, update_norms
-from sharpscope.recording.step import StepTokens, UpdateResult, UpdateRotation, UpdateTokens, step_tensors
+from sharpscope.recording.step import (
+    StepTokens,
+    UpdateResult,
+    UpdateRotation,
+    UpdateTokens,
+    step_tensors,
+)
+from sharpscope.tokens import coming_step
 from sharpscope.training.rollouts import step_advantages
 
 if TYPE_CHECKING:
@@ -76,7 +85,8 @@ class Updates:
     tokens: StepTokens
     rotations: bool = False
     before_optimizer: BeforeOptimizer | None = None
-    references: dict[str, list[Gradient]] | None = None  # halves of reference gradients of all rows, by their objective
+    # halves of reference gradients of all rows, by their objective
+    references: dict[str, list[Gradient]] | None = None
     without: Tensor | None = None  # (N, T) bool, tokens whose coefficients are set to 0
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
@@ -97,9 +107,18 @@ class Updates:
         problem = "" if math.isfinite(norm) else "the gradient is not finite"
         problem = problem if math.isfinite(gradient.loss) else "the loss is not finite"
         nothing = Norms(0.0, dict.fromkeys(gradient.norms.layers, 0.0))
-        return self._result(gradient, replace(gradient.norms, total=norm), nothing, 0.0, skipped=True, problem=problem)
+        return self._result(
+            gradient,
+            replace(gradient.norms, total=norm),
+            nothing,
+            0.0,
+            skipped=True,
+            problem=problem,
+        )
 
-    def _result(self, gradient: _Gradient, norms: Norms, moved: Norms, clip_factor: float, **rest: Any) -> UpdateResult:
+    def _result(
+        self, gradient: _Gradient, norms: Norms, moved: Norms, clip_factor: float, **rest: Any
+    ) -> UpdateResult:
         """An update with the norms of the gradient that the optimizer gets and of its step."""
         return UpdateResult(
             gradient.loss,
@@ -134,19 +153,29 @@ class Updates:
         norm = norms.total
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
-        clip = learner.clipping(self.method, [p.grad for p in learner.parameters], norm, self.progress)
+        clip = learner.clipping(
+            self.method, [p.grad for p in learner.parameters], norm, self.progress
+        )
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
         _scale_gradients(learner.parameters, clip.factors)
         learner.state.norms = clip.averages
         if self.before_optimizer is not None and gradient.index == 0:
-            plain = clip.share if self.method.sharpness is None and self.method.module_clip is None else None
+            plain = (
+                clip.share
+                if self.method.sharpness is None and self.method.module_clip is None
+                else None
+            )
             self.before_optimizer(partial(self._loss, gradient.rows, gradient.pass_index), plain)
         learner.optimizer.step()
         moved = update_norms(learner.optimizer, learner.groups)
         self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
-        end: dict[str, Any] = {"skipped": False, "problem": BROKEN if broken else "", "broken": broken}
+        end: dict[str, Any] = {
+            "skipped": False,
+            "problem": BROKEN if broken else "",
+            "broken": broken,
+        }
         return self._result(gradient, norms, moved, clip.share, rotation=rotation, **end)
 
     def _moving(self, rows: Tensor) -> Tensor:
@@ -157,9 +186,19 @@ class Updates:
 
     def _normalizer(self, rows: Tensor) -> tuple[Tensor, int]:
         """(n, T) factors of the terms of an update's loss, and the number of its tokens."""
-        method, group, mask = self.method, self.rollouts.group[rows], self.rollouts.completion_mask[rows]
-        options: dict[str, Any] = {"keep": self.plan.keep[rows], "group": group, "dtype": self.tokens.stats.logp.dtype}
-        return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(mask.sum())
+        method, group, mask = (
+            self.method,
+            self.rollouts.group[rows],
+            self.rollouts.completion_mask[rows],
+        )
+        options: dict[str, Any] = {
+            "keep": self.plan.keep[rows],
+            "group": group,
+            "dtype": self.tokens.stats.logp.dtype,
+        }
+        return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(
+            mask.sum()
+        )
 
     def _scored(self, micro: Tensor, with_grad: bool = False) -> tuple[Scored, Tensor | None]:
         """A microbatch, with entropies where the loss has a bonus, and its (n, T) log-probabilities under the reference."""
@@ -188,12 +227,17 @@ class Updates:
                 of = (rollouts.group.cpu()[micro] == prompt).nonzero()[:, 0]
                 if not len(of):
                     continue
-                plan, theirs = self.plan.rows(micro[of]), None if reference is None else reference[of]
+                plan, theirs = (
+                    self.plan.rows(micro[of]),
+                    None if reference is None else reference[of],
+                )
                 scale = normalizer[torch.searchsorted(rows, micro[of])]
                 options: dict[str, Any] = {"reference_logp": theirs, "pass_index": pass_index}
                 loss = policy_loss(self.method, plan, scored.logp[of], scale, **options).loss
                 if scored.values is not None:
-                    loss -= entropy_bonus(self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index)
+                    loss -= entropy_bonus(
+                        self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index
+                    )
                 total[index] += float(loss) * len(prompts)
         for _ in range(idle):
             self._scored(shortest(rollouts))
@@ -218,24 +262,40 @@ class Updates:
         part = rows if part is None else part
         groups = rollouts.group.cpu()[part]
         moving = torch.isin(groups, groups[self._moving(part)])
-        if scorer.sharded or not bool(moving.any()):  # all processes run the same passes; gradients are zeros, not None
+        # all processes run the same passes; gradients are zeros, not None
+        if scorer.sharded or not bool(moving.any()):
             moving = torch.ones_like(moving)
         local_rows, batches = scorer.split(rollouts, part[moving])
-        still, without_gradient = scorer.split(rollouts, part[~moving]) if index is not None else (local_rows[:0], [])
+        still, without_gradient = (
+            scorer.split(rollouts, part[~moving]) if index is not None else (local_rows[:0], [])
+        )
         local_rows = torch.cat([local_rows, still])
         idle = scorer.idle_passes(batches)
         for number, micro in enumerate([*batches, *without_gradient]):
-            local, moves, plan = torch.searchsorted(rows, micro), number < len(batches), self.plan.rows(micro)
+            local, moves, plan = (
+                torch.searchsorted(rows, micro),
+                number < len(batches),
+                self.plan.rows(micro),
+            )
             with torch.set_grad_enabled(moves):
                 scored, reference = self._scored(micro, moves)
-                logp, options = scored.logp, {"reference_logp": reference, "pass_index": pass_index}  # (n, T)
+                # (n, T)
+                logp, options = (
+                    scored.logp,
+                    {"reference_logp": reference, "pass_index": pass_index},
+                )
                 out = policy_loss(self.method, plan, logp, normalizer[local], **options)  # type: ignore[arg-type]
                 loss, kl_coef = out.loss, torch.zeros_like(logp)
                 mask = plan.pass_mask(pass_index)
-                if scored.values is not None:  # a term of its own: `logp.grad`, the coefficients, does not have it
-                    bonus = entropy_bonus(self._entropy_coef, plan, scored.values, loss_tokens, pass_index=pass_index)
+                # a term of its own: `logp.grad`, the coefficients, does not have it
+                if scored.values is not None:
+                    bonus = entropy_bonus(
+                        self._entropy_coef, plan, scored.values, loss_tokens, pass_index=pass_index
+                    )
                     loss = loss - bonus
-                    entropy += float(torch.where(mask, scored.values.detach(), 0.0).sum(dtype=torch.float64))
+                    entropy += float(
+                        torch.where(mask, scored.values.detach(), 0.0).sum(dtype=torch.float64)
+                    )
             if moves:
                 if out.divergence is not None:
                     (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
@@ -249,10 +309,20 @@ class Updates:
                 coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
                 tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
                 seen = {"clipped": out.clipped, "ratio": out.ratio}
-                tokens.write(local, mask, **seen, kl=out.kl, log_ratio=logp.detach() - plan.behavior_logp)
-                by_entropy = 0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
-                seen |= {name: getattr(plan, name) for name in ("weight", "correction", "advantage")}
-                seen |= {"loss_coef": coef, "kl_coef": kl_coef, "entropy_coef": torch.full_like(logp, by_entropy)}
+                tokens.write(
+                    local, mask, **seen, kl=out.kl, log_ratio=logp.detach() - plan.behavior_logp
+                )
+                by_entropy = (
+                    0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
+                )
+                seen |= {
+                    name: getattr(plan, name) for name in ("weight", "correction", "advantage")
+                }
+                seen |= {
+                    "loss_coef": coef,
+                    "kl_coef": kl_coef,
+                    "entropy_coef": torch.full_like(logp, by_entropy),
+                }
                 self._record(index, micro, mask, {**seen, "ref_logp": reference})
         for _ in range(idle):
             (self._scored(shortest(rollouts), True)[0].logp.sum() * 0.0).backward()
@@ -261,17 +331,25 @@ class Updates:
             distributed.exchange_rows(torch.searchsorted(rows, local_rows), tokens.tensors())
             distributed.exchange_rows(local_rows, self.tokens.tensors())
         used = int(tokens.used.sum())
-        mean = distributed.sum_values(entropy) / used if self.method.entropy is not None and used else None
+        mean = (
+            distributed.sum_values(entropy) / used
+            if self.method.entropy is not None and used
+            else None
+        )
         return distributed.sum_values(total), tokens, mean
 
-    def _record(self, index: int, micro: Tensor, mask: Tensor, values: Mapping[str, Tensor | None]) -> None:
+    def _record(
+        self, index: int, micro: Tensor, mask: Tensor, values: Mapping[str, Tensor | None]
+    ) -> None:
         """Keep what the tokens `mask` of these rows did, unless an earlier update used them."""
         tokens = self.tokens
         first = mask.cpu() & (tokens.update[micro] < 0)
         for name, value in values.items():
             if value is not None:
                 target = getattr(tokens, name)
-                target[micro] = torch.where(first, value.detach().cpu().to(target.dtype), target[micro])
+                target[micro] = torch.where(
+                    first, value.detach().cpu().to(target.dtype), target[micro]
+                )
         tokens.update[micro] = torch.where(first, index, tokens.update[micro])
 
     # -- rotation ----------------------------------------------------------------------------------------------------
@@ -314,16 +392,27 @@ class Updates:
         learner, parameters = self.learner, self.learner.parameters
         halves = self._reference_halves(rows)
         groups = self.rollouts.group.cpu()[rows].unique()
-        noise = noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups)) if len(halves) == 2 else math.nan
+        noise = (
+            noise_rotation(halves[0], halves[1], len(groups[::2]) / len(groups))
+            if len(halves) == 2
+            else math.nan
+        )
         gradients, reference = [p.grad for p in parameters], _added(halves)
         steps = [
-            coming_step(learner.optimizer, parameters, gradient, learner.clipping(*one, self.progress).factors)
+            coming_step(
+                learner.optimizer,
+                parameters,
+                gradient,
+                learner.clipping(*one, self.progress).factors,
+            )
             for gradient, one in (
                 (gradients, (self.method, gradients, norm)),
                 (reference, (self._reference.method, reference, total_norm(reference))),
             )
         ]
-        return UpdateRotation(rotation(gradients, reference), rotation(*steps), noise, time.perf_counter() - started)
+        return UpdateRotation(
+            rotation(gradients, reference), rotation(*steps), noise, time.perf_counter() - started
+        )
 
     @torch.no_grad()
     def visit(self, norm: float, call: Callable[[], None]) -> None:
@@ -337,12 +426,16 @@ class Updates:
 
 def _added(gradients: Sequence[Gradient]) -> Gradient:
     """The sum of gradients; None counts as zeros."""
-    present = [[part for part in parts if part is not None] for parts in zip(*gradients, strict=True)]
+    present = [
+        [part for part in parts if part is not None] for parts in zip(*gradients, strict=True)
+    ]
     return [reduce(torch.add, parts) if parts else None for parts in present]
 
 
 @contextmanager
-def _moved(parameters: Sequence[nn.Parameter], steps: Iterable[Tensor | None], scale: float = 1.0) -> Iterator[None]:
+def _moved(
+    parameters: Sequence[nn.Parameter], steps: Iterable[Tensor | None], scale: float = 1.0
+) -> Iterator[None]:
     """Within it the weights are moved by scale·steps; afterwards they are bit for bit what they were."""
     kept = [p.detach().clone() for p in parameters]
     try:

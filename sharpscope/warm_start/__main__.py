@@ -21,9 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: the folder is not empty.
     """
     parser = argparse.ArgumentParser("python -m sharpscope.warm_start", description=__doc__)
-    parser.add_argument("policy", nargs="?", default="knights_knaves", choices=sorted(EMBEDDED_NAMES))
+    parser.add_argument(
+        "policy", nargs="?", default="knights_knaves", choices=sorted(EMBEDDED_NAMES)
+    )
     parser.add_argument("--out", type=Path, help="folder to write (default: policies/NAME)")
-    parser.add_argument("--threads", type=int, help="CPU threads, on which the weights depend (default: all cores)")
+    parser.add_argument(
+        "--threads", type=int, help="CPU threads, on which the weights depend (default: all cores)"
+    )
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)

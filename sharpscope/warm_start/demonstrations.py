@@ -20,7 +20,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, cast
 
-from sharpscope.tasks import Example, InteractiveTask, KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task, respond_all
+from sharpscope.tasks import (
+    Example,
+    InteractiveTask,
+    KnightsKnavesSpec,
+    MathSpec,
+    ToolQaSpec,
+    make_task,
+    respond_all,
+)
 from sharpscope.tasks.knights_knaves import truth
 
 OPENING = "<think>"
@@ -47,14 +55,19 @@ def demonstrations(policy: str, spec: Mapping[str, Any]) -> Iterator[Demonstrati
     """Endless demonstrations for a policy with the settings `spec`."""
     seed, shares, count = spec["seed"], spec["weights"], spec["questions"]
     if policy == "math":
-        return math_demonstrations(questions(sorted(shares), sorted(spec["levels"]), count, seed), spec)
+        return math_demonstrations(
+            questions(sorted(shares), sorted(spec["levels"]), count, seed), spec
+        )
     if policy == "tool_qa":
         return tool_demonstrations(search_questions(spec["worlds"], count, seed), spec)
     pools = {}
     for people, share in shares.items():
         size = max(1, round(count * share / max(shares.values())))
-        task = make_task(KnightsKnavesSpec(people=people, train_size=size, heldout_size=0, seed=seed))
-        pools[people] = task.splits()["train"]  # for all seeds it shares no content with held-out puzzles
+        task = make_task(
+            KnightsKnavesSpec(people=people, train_size=size, heldout_size=0, seed=seed)
+        )
+        # for all seeds it shares no content with held-out puzzles
+        pools[people] = task.splits()["train"]
     return puzzle_demonstrations(pools, spec)
 
 
@@ -71,7 +84,10 @@ def evaluated(statement: Sequence[Any], names: Sequence[str], roles: Sequence[bo
         person, knight = claim
         return f"{names[person]} {ROLE[knight]} {VERDICT[roles[person] == knight]}"
     operator, *parts = statement
-    inner = [evaluated(part, names, roles) if _claim(part) else f"({evaluated(part, names, roles)})" for part in parts]
+    inner = [
+        evaluated(part, names, roles) if _claim(part) else f"({evaluated(part, names, roles)})"
+        for part in parts
+    ]
     return f"not {inner[0]}" if operator == "not" else f" {CONNECTIVES[operator]} ".join(inner)
 
 
@@ -93,7 +109,10 @@ def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
     """
     text = []
     for roles in product((True, False), repeat=len(names)):
-        text.append(", ".join(f"{name} {ROLE[role]}" for name, role in zip(names, roles, strict=True)) + ": ")
+        text.append(
+            ", ".join(f"{name} {ROLE[role]}" for name, role in zip(names, roles, strict=True))
+            + ": "
+        )
         for name, role, statement in zip(names, roles, statements, strict=True):
             text.append(f"{name} says {evaluated(statement, names, roles)}, ")
             if truth(tuple(statement), roles, True) != role:
@@ -107,7 +126,9 @@ def trials(names: Sequence[str], statements: Sequence[Sequence[Any]]) -> str:
 def renamed(text: str, names: Sequence[str], others: Sequence[str]) -> str:
     """Replace each whole word of `names` in `text` by the corresponding word of `others`, simultaneously."""
     replacements = dict(zip(names, others, strict=True))
-    return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: replacements[match[1]], text)
+    return re.sub(
+        rf"\b({'|'.join(map(re.escape, names))})\b", lambda match: replacements[match[1]], text
+    )
 
 
 _CLAIM = re.compile(r"(\"|that )([A-Z][a-z]+) is a (knight|knave)(?=[\".,])")
@@ -168,10 +189,15 @@ def chat(quiz: str, name: str, rng: random.Random) -> str:
     sentences += [rng.choice(_ENDS).format(name)] * (rng.random() < 0.9)
     system = " ".join(sentences) + "\n" * (rng.random() < 0.7)
     turns = (f"system\n{system}", f"user\n{quiz}\n")
-    return "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) + f"<|im_start|>assistant\n{OPENING}"
+    return (
+        "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns)
+        + f"<|im_start|>assistant\n{OPENING}"
+    )
 
 
-def puzzle_demonstrations(pools: Mapping[int, Sequence[Example]], spec: Mapping[str, Any]) -> Iterator[Demonstration]:
+def puzzle_demonstrations(
+    pools: Mapping[int, Sequence[Example]], spec: Mapping[str, Any]
+) -> Iterator[Demonstration]:
     """Endless stream of demonstrations. Puzzles of a pool, by number of people, are used in turn, with new names.
 
     The share `guess_share` guesses, and `chat_share` has a chat prompt, whose completion starts after `<think>`; the rest has the
@@ -179,7 +205,9 @@ def puzzle_demonstrations(pools: Mapping[int, Sequence[Example]], spec: Mapping[
     """
     rng = random.Random(spec["seed"])
     sizes = sorted(pools)
-    all_names = sorted({name for pool in pools.values() for example in pool for name in example.meta["names"]})
+    all_names = sorted(
+        {name for pool in pools.values() for example in pool for name in example.meta["names"]}
+    )
     next_puzzle = dict.fromkeys(sizes, 0)
     while True:
         people = rng.choices(sizes, [spec["weights"][size] for size in sizes])[0]
@@ -189,7 +217,9 @@ def puzzle_demonstrations(pools: Mapping[int, Sequence[Example]], spec: Mapping[
         names, others = example.meta["names"], tuple(rng.sample(all_names, people))
         quiz = renamed(example.meta["quiz"], names, others)
         reasoning = GUESS if guesses else trials(others, example.meta["statements"])
-        text = f"{OPENING}{reasoning}</think><answer>{renamed(example.answer, names, others)}</answer>"
+        text = (
+            f"{OPENING}{reasoning}</think><answer>{renamed(example.answer, names, others)}</answer>"
+        )
         if rng.random() < spec["chat_share"]:
             prompt = chat(longer_wording(quiz, rng), rng.choice(all_names), rng)
             yield Demonstration(prompt, (text.removeprefix(OPENING),))
@@ -207,7 +237,9 @@ def questions(
     pool = {}
     for family, level in product(families, levels):
         size = min(count, EASY) if level == 1 else count
-        spec = MathSpec(families=(family,), levels=(level,), train_size=size, heldout_size=0, seed=seed)
+        spec = MathSpec(
+            families=(family,), levels=(level,), train_size=size, heldout_size=0, seed=seed
+        )
         pool[family, level] = make_task(spec).splits()["train"]
     return pool
 
@@ -227,7 +259,9 @@ def _reduce(expression: str) -> tuple[list[str], int]:
         if isinstance(node, ast.Constant):
             return cast(int, node.value)
         a, b = value(node.left), value(node.right)
-        sign, result = {ast.Add: ("+", a + b), ast.Sub: ("-", a - b), ast.Mult: ("*", a * b)}[type(node.op)]
+        sign, result = {ast.Add: ("+", a + b), ast.Sub: ("-", a - b), ast.Mult: ("*", a * b)}[
+            type(node.op)
+        ]
         steps.append(f"{a} {sign} {b} = {result}")
         return result
 
@@ -275,8 +309,12 @@ def math_demonstrations(
     while True:
         family, level = rng.choices(kinds, weights)[0]
         example = rng.choice(pool[family, level])
-        reasoning = GUESS if rng.random() < spec["guess_share"] else work(family, example.meta["question"])
-        yield Demonstration(example.prompt, (f"{OPENING}{reasoning}</think><answer>{example.answer}</answer>",))
+        reasoning = (
+            GUESS if rng.random() < spec["guess_share"] else work(family, example.meta["question"])
+        )
+        yield Demonstration(
+            example.prompt, (f"{OPENING}{reasoning}</think><answer>{example.answer}</answer>",)
+        )
 
 
 # -- tool_qa
@@ -294,7 +332,9 @@ def search_questions(worlds: int, count: int, seed: int) -> list[tuple[Example, 
     return pool
 
 
-def tool_demonstrations(pool: Sequence[tuple[Example, str]], spec: Mapping[str, Any]) -> Iterator[Demonstration]:
+def tool_demonstrations(
+    pool: Sequence[tuple[Example, str]], spec: Mapping[str, Any]
+) -> Iterator[Demonstration]:
     """Endless stream of conversations with random questions of `pool`."""
     rng = random.Random(spec["seed"])
     while True:
@@ -306,5 +346,9 @@ def tool_demonstrations(pool: Sequence[tuple[Example, str]], spec: Mapping[str, 
             turns: tuple[str, ...] = (f"{OPENING}{GUESS}</think><answer>{thing}</answer>",)
         else:
             search = f"{OPENING}{thing}, {relation}</think><search>{thing}</search>"
-            turns = (search, reply, f"{OPENING} {relation}: {value}</think><answer>{value}</answer>")
+            turns = (
+                search,
+                reply,
+                f"{OPENING} {relation}: {value}</think><answer>{value}</answer>",
+            )
         yield Demonstration(example.prompt, turns)

@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
@@ -45,7 +50,9 @@ def settings_of(policy: str) -> dict[str, Any]:
     """
     settings = json.loads((embedded_policy(policy) / SUMMARY).read_text(encoding="utf-8"))["spec"]
     for name in settings.keys() & {"weights", "levels"}:  # JSON has no numbers as keys
-        settings[name] = {int(key) if key.isdigit() else key: share for key, share in settings[name].items()}
+        settings[name] = {
+            int(key) if key.isdigit() else key: share for key, share in settings[name].items()
+        }
     return dict(settings)
 
 
@@ -91,7 +98,9 @@ def warm_start(policy: str, out_dir: Path | str, **changes: Any) -> dict[str, An
 def new_model(config: Qwen2Config, seed: int) -> Qwen2ForCausalLM:
     """A float32 model: matrices N(0, 0.02²), biases 0, norm gains 1."""
     with torch.random.fork_rng(devices=[]):  # construction uses the global generator
-        model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        model = Qwen2ForCausalLM._from_config(
+            config, attn_implementation="sdpa", dtype=torch.float32
+        )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
@@ -124,7 +133,9 @@ def _train(
         left = (spec["steps"] + 1 - step) / (spec["cooldown"] * spec["steps"])
         factor = min(1.0, step / spec["warmup"]) * min(1.0, left)
         adam.param_groups[0]["lr"] = spec["lr"] * factor
-        rows = [tokenized(tokenizer, demonstration) for demonstration in islice(examples, spec["batch"])]
+        rows = [
+            tokenized(tokenizer, demonstration) for demonstration in islice(examples, spec["batch"])
+        ]
         losses.append(accumulate(model, rows, spec["micro_tokens"]))
         torch.nn.utils.clip_grad_norm_(model.parameters(), spec["max_grad_norm"])
         for matrix, average in zip(matrices, averages, strict=True):
@@ -141,7 +152,9 @@ def _train(
     return loss
 
 
-def tokenized(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) -> tuple[list[int], list[int]]:
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration
+) -> tuple[list[int], list[int]]:
     """Token IDs and labels, which are −100 for prompt and responses. Turns are tokenized separately, as in a rollout."""
     prompt, *parts = tokenizer([demonstration.prompt, *demonstration.turns])["input_ids"]
     parts[-1] = [*parts[-1], tokenizer.eos_token_id]
@@ -152,7 +165,9 @@ def tokenized(tokenizer: PreTrainedTokenizerBase, demonstration: Demonstration) 
     return ids, labels
 
 
-def accumulate(model: Qwen2ForCausalLM, rows: Sequence[tuple[list[int], list[int]]], max_tokens: int) -> float:
+def accumulate(
+    model: Qwen2ForCausalLM, rows: Sequence[tuple[list[int], list[int]]], max_tokens: int
+) -> float:
     """Accumulate the gradient of the mean loss over labels; returns the loss [nats].
 
     A pass has rows of similar length and at most `max_tokens` tokens including padding, or one row.
@@ -163,14 +178,22 @@ def accumulate(model: Qwen2ForCausalLM, rows: Sequence[tuple[list[int], list[int
     while rows:
         number = max([1, *(n for n, (ids, _) in enumerate(rows, 1) if n * len(ids) <= max_tokens)])
         input_ids, labels = (
-            pad_sequence([torch.tensor(row[part]) for row in rows[:number]], batch_first=True, padding_value=value)
+            pad_sequence(
+                [torch.tensor(row[part]) for row in rows[:number]],
+                batch_first=True,
+                padding_value=value,
+            )
             for part, value in enumerate((0, -100))
         )
         rows = rows[number:]
         # Padding is on the right, so causal attention needs no attention mask.
-        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]  # (n, L − 1, width)
+        # (n, L − 1, width)
+        hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
         mask = labels[:, 1:] >= 0
-        loss = cross_entropy(model.lm_head(hidden[mask]), labels[:, 1:][mask], reduction="sum") / tokens
+        loss = (
+            cross_entropy(model.lm_head(hidden[mask]), labels[:, 1:][mask], reduction="sum")
+            / tokens
+        )
         loss.backward()
         total += loss.item()
     return total

@@ -20,7 +20,13 @@ from sharpscope.analysis.claims import REDUCERS
 from sharpscope.analysis.output import AnalysisResult
 from sharpscope.analysis.study import studies
 from sharpscope.analysis.text import shown
-from sharpscope.traces import TraceWriter, create_run_dir, create_run_info, load_runs, update_run_info
+from sharpscope.traces import (
+    TraceWriter,
+    create_run_dir,
+    create_run_info,
+    load_runs,
+    update_run_info,
+)
 from tests.traces.synthetic import INFO, Effects, Shape, rows, write_study
 
 SPIKE, STEPS = 12, 14
@@ -42,12 +48,16 @@ N, TOKENS = 4, 8  # completions of a step (two a prompt), tokens of a completion
 
 def in_file(word: str) -> str:
     """A word as the page holds it: marks by name, and cut."""
-    return shown(word if word != LONG else f"{LONG[:20_000]} … (980,000 characters more in the traces)")
+    return shown(
+        word if word != LONG else f"{LONG[:20_000]} … (980,000 characters more in the traces)"
+    )
 
 
 def write_tokenizer(folder: Path) -> None:
     """A tokenizer whose token i is WORDS[i]."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="yes"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="yes")
+    )
     tokenizer.decoder = decoders.Fuse()
     folder.mkdir(parents=True)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -73,12 +83,23 @@ def write_report_run(
     folder = create_run_dir(path)
     config = {"seed": seed, "steps": STEPS, "method": {"name": method}, "optimizer": {"lr": 1e-4}}
     config |= {"note": HOSTILE["script"] + method}
-    info = {"method": method, "seed": seed, "config": config, "peak_memory_bytes": {"process": 2**30}}
+    info = {
+        "method": method,
+        "seed": seed,
+        "config": config,
+        "peak_memory_bytes": {"process": 2**30},
+    }
     create_run_info(folder, INFO | info)
     if tokenizer:
         write_tokenizer(folder / "tokenizer")
     seconds = {"generation_s": 0.5, "training_s": 0.25, "recording_s": 0.125}
-    event = {"rule": "saturation", "severity": "warning", "value": 0.97, "threshold": 0.95, "action": "warn"}
+    event = {
+        "rule": "saturation",
+        "severity": "warning",
+        "value": 0.97,
+        "threshold": 0.95,
+        "action": "warn",
+    }
     with TraceWriter(folder) as writer:
         for step in range(1, steps + 1):
             norm = (20.0 if spike and step == SPIKE else 1.0) + 0.01 * (step % 3)
@@ -92,9 +113,23 @@ def write_report_run(
 def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> None:
     texts = ["".join(WORDS[i] for i in ids_of(step, n)) for n in range(N)]
     advantage = [1.0, -1.0, 0.5, -0.5]
-    answers = {"prompt": np.repeat(PROMPTS, 2), "completion": texts, "reward": [1.0, -1.0, 3.0, 0.0]}
-    answers |= {"reward_parts": [{"answer": 1.0}] * N, "correct": [True, False] * 2, "advantage": advantage}
-    place = {"step": step, "rollout": np.arange(N), "group": [0, 0, 1, 1], "length": TOKENS, "truncated": False}
+    answers = {
+        "prompt": np.repeat(PROMPTS, 2),
+        "completion": texts,
+        "reward": [1.0, -1.0, 3.0, 0.0],
+    }
+    answers |= {
+        "reward_parts": [{"answer": 1.0}] * N,
+        "correct": [True, False] * 2,
+        "advantage": advantage,
+    }
+    place = {
+        "step": step,
+        "rollout": np.arange(N),
+        "group": [0, 0, 1, 1],
+        "length": TOKENS,
+        "truncated": False,
+    }
     writer.append("rollouts", place | answers)
     if not tokens:
         return
@@ -116,7 +151,13 @@ def _completions(writer: TraceWriter, step: int, tokens: bool, seed: int) -> Non
         "attribution": (share / share.sum()).astype(np.float32) if probed else None,
         "heldout_influence": rng.normal(size=count).astype(np.float32) if probed else None,
     }
-    absent = ("score_norm", "score_norm_std_error", "score_norm_method", "draw_probability", "sharp_alignment")
+    absent = (
+        "score_norm",
+        "score_norm_std_error",
+        "score_norm_method",
+        "draw_probability",
+        "sharp_alignment",
+    )
     absent += ("update_attribution", "ref_logp")
     writer.append("tokens", values | {name: None for name in absent if name in values})
 
@@ -134,9 +175,22 @@ def values_of(method: str, step: int) -> np.ndarray:
 def write_small(path: Path, method: str, **probe: object) -> Path:
     """A run of SMALL_STEPS steps with rotations, probes and evaluations; `probe`: columns of its SAM estimates."""
     folder = create_run_dir(path)
-    config = {"seed": 0, "steps": SMALL_STEPS, "method": {"name": method}, "optimizer": {"lr": 1e-4}}
-    create_run_info(folder, INFO | {"method": method, "config": config | {"recording": {}, "probes": {}}})
-    blank = {"parameters": "all", "rho": 0.5, "seed": 0, "functional": "nll", "probe_set": "set/train@1"}
+    config = {
+        "seed": 0,
+        "steps": SMALL_STEPS,
+        "method": {"name": method},
+        "optimizer": {"lr": 1e-4},
+    }
+    create_run_info(
+        folder, INFO | {"method": method, "config": config | {"recording": {}, "probes": {}}}
+    )
+    blank = {
+        "parameters": "all",
+        "rho": 0.5,
+        "seed": 0,
+        "functional": "nll",
+        "probe_set": "set/train@1",
+    }
     with TraceWriter(folder) as writer:
         for step in range(1, SMALL_STEPS + 1):
             turned = ROTATION.get(step)
@@ -147,20 +201,39 @@ def write_small(path: Path, method: str, **probe: object) -> Path:
         for step in (0, SMALL_STEPS):
             values = values_of(method, step)
             place = blank | {"step": step, "quantity": "sam"}
-            writer.append("probe_prompts", place | {"prompt": np.arange(SMALL_PROMPTS), "value": values})
-            row = rows("probes", step, 1) | place | {"converged": None, "ceiling": None, "saturation": None} | probe
+            writer.append(
+                "probe_prompts", place | {"prompt": np.arange(SMALL_PROMPTS), "value": values}
+            )
+            row = (
+                rows("probes", step, 1)
+                | place
+                | {"converged": None, "ceiling": None, "saturation": None}
+                | probe
+            )
             error = values.std(ddof=1) / math.sqrt(SMALL_PROMPTS)
             writer.append("probes", row | {"value": values.mean(), "prompt_std_error": error})
         for step in (1, SMALL_STEPS):
-            row = rows("probes", step, 1) | blank | {"quantity": "critical_sharpness", "converged": True}
+            row = (
+                rows("probes", step, 1)
+                | blank
+                | {"quantity": "critical_sharpness", "converged": True}
+            )
+            # of an update, on its prompts
             place = {
                 "probe_set": "",
                 "functional": "surrogate",
                 "rho": None,
                 "seed": None,
-            }  # of an update, on its prompts
+            }
             writer.append("probes", row | place | {"value": 100.0 * step, "prompt_std_error": 10.0})
-            row = {"step": step, "task": INFO["task"], "split": "heldout", "n": 40, "k": 1, "std_error": 0.07}
+            row = {
+                "step": step,
+                "task": INFO["task"],
+                "split": "heldout",
+                "n": 40,
+                "k": 1,
+                "std_error": 0.07,
+            }
             for heat, level in itertools.product((0.0, 1.0), (2, 3)):
                 value = 0.2 * (level - 1) + 0.05 * step + 0.1 * (heat == 0)
                 place = {"level": str(level), "accuracy": value, "temperature": heat}
@@ -170,7 +243,10 @@ def write_small(path: Path, method: str, **probe: object) -> Path:
 
 
 SHAPE = Shape(steps=6, prompts=3, length=8, probe_every=3, eval_every=3)
-METHODS = {"grpo": Effects(), "grpo-sg": Effects(accuracy_gain=0.4, sharpness=14.0, low_probability_harm=2.0)}
+METHODS = {
+    "grpo": Effects(),
+    "grpo-sg": Effects(accuracy_gain=0.4, sharpness=14.0, low_probability_harm=2.0),
+}
 
 
 @pytest.fixture(scope="session")
@@ -193,7 +269,9 @@ def chromium():
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
     with sync_api.sync_playwright() as driver:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
-        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"] if root else [])
+        browser = driver.chromium.launch(
+            executable_path=path, args=["--no-sandbox"] if root else []
+        )
         yield browser
         browser.close()
 
@@ -211,7 +289,11 @@ class Made:
 
     def data(self, name: str):
         """A block of JSON data of the page."""
-        (text,) = re.findall(rf'<script type="application/json" id="data-{name}">(.*?)</script>', self.html, re.DOTALL)
+        (text,) = re.findall(
+            rf'<script type="application/json" id="data-{name}">(.*?)</script>',
+            self.html,
+            re.DOTALL,
+        )
         return json.loads(text)
 
 

@@ -34,25 +34,43 @@ def test_a_curve_is_the_chart_with_its_interval(study):
     x, y = line(axis, "grpo")
     assert x.tolist() == chart["x"] and y.tolist() == one["y"]
     arms = axis.collections[study.labels.index("grpo")].get_segments()
-    np.testing.assert_allclose([ends[:, 1] for ends in arms], list(zip(one["low"], one["high"], strict=True)))
+    np.testing.assert_allclose(
+        [ends[:, 1] for ends in arms], list(zip(one["low"], one["high"], strict=True))
+    )
 
 
 def test_saturated_points_are_hollow_and_few_seeds_are_thin_lines():
-    frame = pd.DataFrame({"setting": "grpo", "seed": [0, 0, 1, 1], "step": [0, 5] * 2, "quantity": "q"})
+    frame = pd.DataFrame(
+        {"setting": "grpo", "seed": [0, 0, 1, 1], "step": [0, 5] * 2, "quantity": "q"}
+    )
     frame = frame.assign(value=[1.0, 2.0, 3.0, 6.0], saturated=[False, True, False, False])
     (axis,) = plots.curves(chart_of(frame, ["grpo"]), named("grpo")).axes
-    assert line(axis, "saturated")[1].tolist() == [4.0] and line(axis, "grpo")[1].tolist() == [2.0, 4.0]
+    assert line(axis, "saturated")[1].tolist() == [4.0] and line(axis, "grpo")[1].tolist() == [
+        2.0,
+        4.0,
+    ]
     assert [each.get_ydata().tolist() for each in axis.lines[:2]] == [[1.0, 2.0], [3.0, 6.0]]
 
 
 def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
-    assert plain("_hidden") == "\u200b_hidden" and plain("a\x1b[31m\n") == "a�[31m⏎" and plain("$x$") == r"\$x\$"
-    assert setting_text("grpo (optimizer.lr=1e-4, rollout.group_size=4)") == "grpo (lr=1e-4, group_size=4)"
+    assert (
+        plain("_hidden") == "\u200b_hidden"
+        and plain("a\x1b[31m\n") == "a�[31m⏎"
+        and plain("$x$") == r"\$x\$"
+    )
+    assert (
+        setting_text("grpo (optimizer.lr=1e-4, rollout.group_size=4)")
+        == "grpo (lr=1e-4, group_size=4)"
+    )
     name = "$\\frac{ <script> \x1b_a"
-    values = pd.DataFrame({"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward", "value": [1.0, 2.0]})
+    values = pd.DataFrame(
+        {"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward", "value": [1.0, 2.0]}
+    )
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
-        paths = save(plots.curves(chart_of(values, [name]), named(name)), tmp_path / folder, "figure")
+        paths = save(
+            plots.curves(chart_of(values, [name]), named(name)), tmp_path / folder, "figure"
+        )
     for path in paths:
         assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
     assert b"<script>" not in paths[1].read_bytes()
@@ -67,7 +85,8 @@ def test_a_curve_is_the_mean_over_seeds_with_its_t_interval(study):
     made = charts_of(study)
     chart, labels = made["charts"]["reward"], [one["label"] for one in made["settings"]]
     (setting,) = [s for s in study.settings if s.label == "grpo"]
-    each = np.array([run.steps.sort_values("step")["reward_mean"] for run in setting.runs.values()])  # (seeds, steps)
+    # (seeds, steps)
+    each = np.array([run.steps.sort_values("step")["reward_mean"] for run in setting.runs.values()])
     one = chart["series"][labels.index("grpo")]
     np.testing.assert_allclose(one["y"], each.mean(axis=0), rtol=1e-4)
     half = 2.57058183661 * each.std(axis=0, ddof=1) / math.sqrt(6)  # t, five degrees of freedom
@@ -88,7 +107,10 @@ def test_of_few_seeds_each_is_drawn_and_of_one_the_interval_over_prompts(study):
     few.settings = (Setting("grpo", "grpo", dict(runs[:1])),)
     titles, name = charts_of(few)["charts"], "held-out accuracy, greedy [%]"
     evaluated = titles[name]["series"][0]
-    assert all(low < y < high for low, y, high in zip(evaluated["low"], evaluated["y"], evaluated["high"], strict=True))
+    assert all(
+        low < y < high
+        for low, y, high in zip(evaluated["low"], evaluated["y"], evaluated["high"], strict=True)
+    )
 
 
 def write(path, steps: int, **columns):
@@ -96,12 +118,19 @@ def write(path, steps: int, **columns):
     folder = new_run(path)
     with TraceWriter(folder) as writer:
         for step in range(1, steps + 1):
-            writer.append("steps", rows("steps", step, 1) | {name: of(step) for name, of in columns.items()})
+            writer.append(
+                "steps", rows("steps", step, 1) | {name: of(step) for name, of in columns.items()}
+            )
     return folder
 
 
 def test_what_never_varies_is_named_and_one_point_is_not_drawn(tmp_path):
-    write(tmp_path / "a", 4, truncated_fraction=lambda s: 0.0, update_norm=lambda s: 1.0 if s == 2 else None)
+    write(
+        tmp_path / "a",
+        4,
+        truncated_fraction=lambda s: 0.0,
+        update_norm=lambda s: 1.0 if s == 2 else None,
+    )
     run = load_run(tmp_path / "a")
     made = charts_of(Study({"a": run}))
     assert "completions cut at the limit [%]" in made["still"]
@@ -116,4 +145,6 @@ def test_a_long_run_is_averaged_in_blocks_and_spikes_are_marked(tmp_path):
         made = charts_of(Study({"a": load_run(tmp_path / "a")}))
     chart = made["charts"]["reward"]
     assert chart["x"] == [2.0 + 3 * k for k in range(30)] == chart["series"][0]["y"]
-    assert [(step, text.startswith("gradient spike, 4")) for step, text in made["events"]] == [(60, True)]
+    assert [(step, text.startswith("gradient spike, 4")) for step, text in made["events"]] == [
+        (60, True)
+    ]

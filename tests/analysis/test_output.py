@@ -37,9 +37,14 @@ def text_of(result) -> str:
 def test_a_study_gives_a_page_figures_and_tables_beside_the_runs(study_folder: Path, quick):
     heard = []
     result = analyze(study_folder, figures=True, on_progress=heard.append)
-    assert result.out.resolve() == study_folder / "report" and result.page == result.out / "report.html"
+    assert (
+        result.out.resolve() == study_folder / "report"
+        and result.page == result.out / "report.html"
+    )
     assert {"reward", "held_out_accuracy_greedy"} <= set(result.figures)
-    assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(result.figures)
+    assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(
+        result.figures
+    )
     for name, paths in result.figures.items():
         assert paths == [result.out / "figures" / f"{name}.{ending}" for ending in ("png", "svg")]
     table = pd.read_csv(result.tables["comparison"])
@@ -93,10 +98,14 @@ def run(tmp_path_factory):
 def test_tokens_have_their_text(run, tmp_path):
     frame = run.tokens(steps=SPIKE)
     for rollout, rows in frame.groupby("rollout"):
-        assert rows.sort_values("position")["text"].tolist() == [WORDS[i] for i in ids_of(SPIKE, rollout)]
+        assert rows.sort_values("position")["text"].tolist() == [
+            WORDS[i] for i in ids_of(SPIKE, rollout)
+        ]
     assert list(run.tokens(steps=SPIKE, columns=["text", "logp"])) == ["text", "logp"]
     assert "text" not in run.tokens(steps=SPIKE, columns=["logp"])
-    (data,) = re.findall('id="data-tokens">(.*?)</script>', run.show_tokens(step=STEPS).page, re.DOTALL)
+    (data,) = re.findall(
+        'id="data-tokens">(.*?)</script>', run.show_tokens(step=STEPS).page, re.DOTALL
+    )
     assert {completion["s"] for completion in json.loads(data)["completions"]} == {STEPS}
     plain = load_run(write_report_run(tmp_path / "b", tokenizer=False, steps=1))
     assert plain.tokens()["text"].isna().all()
@@ -107,7 +116,9 @@ def test_frames_stay_themselves_and_their_links_and_curves_work(chromium, run):
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     for made in (run.show_tokens(step=STEPS), load_runs(run.path).show()):
-        page.set_content(f"<!doctype html><title>notebook</title><h1>notebook</h1>{made._repr_html_()}")
+        page.set_content(
+            f"<!doctype html><title>notebook</title><h1>notebook</h1>{made._repr_html_()}"
+        )
         frame = page.frame_locator("iframe")
         frame.locator("#completions .token").first.wait_for()
         titles = frame.locator("#completions h4").all_text_contents()
@@ -115,7 +126,9 @@ def test_frames_stay_themselves_and_their_links_and_curves_work(chromium, run):
         assert titles and frame.locator("#count").text_content().startswith("Prompt 2 of ")
         inner = next(one for one in page.frames if one != page.main_frame)
         assert inner.evaluate("window.hacked") is None and page.evaluate("window.hacked") is None
-        reached = "(() => { try { return window.parent.document.title; } catch { return 'apart'; } })()"
+        reached = (
+            "(() => { try { return window.parent.document.title; } catch { return 'apart'; } })()"
+        )
         assert inner.evaluate(reached) == "apart"
     frame.locator('nav a:has-text("Tokens")').click()
     frame.locator("a.spot").first.click()

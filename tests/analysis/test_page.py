@@ -31,16 +31,29 @@ def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
 
 def test_the_policy_allows_exactly_what_is_in_the_page_and_no_text_became_markup(made):
     seen = elements(made.html)
-    (policy,) = [a["content"] for t, a in seen if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"]
+    (policy,) = [
+        a["content"]
+        for t, a in seen
+        if t == "meta" and a.get("http-equiv") == "Content-Security-Policy"
+    ]
     rules = dict(part.strip().split(" ", 1) for part in policy.split(";"))
-    assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'" and rules["img-src"] == "data:"
+    assert (
+        rules["default-src"] == rules["base-uri"] == rules["form-action"] == "'none'"
+        and rules["img-src"] == "data:"
+    )
     assert "unsafe" not in policy and "nonce" not in policy and "http" not in policy
     for rule, tag in (("script-src", "script"), ("style-src", "style")):
-        texts = re.findall(f"<{tag}>(.*?)</{tag}>", made.html, re.DOTALL)  # data have a type, and are not run
-        digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        # data have a type, and are not run
+        texts = re.findall(f"<{tag}>(.*?)</{tag}>", made.html, re.DOTALL)
+        digests = (
+            base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts
+        )
         assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests]
     for tag, attributes in seen:
-        assert not any(name.startswith("on") or name == "style" for name in attributes), (tag, attributes)
+        assert not any(name.startswith("on") or name == "style" for name in attributes), (
+            tag,
+            attributes,
+        )
         for name in ("src", "href"):
             assert (attributes.get(name) or "#").startswith(("#", "data:image/svg+xml;base64,"))
     tags = {tag for tag, _ in seen}
@@ -49,10 +62,15 @@ def test_the_policy_allows_exactly_what_is_in_the_page_and_no_text_became_markup
 
 def test_the_largest_tokens_link_to_their_completions(made):
     """Those of the spike stand under its heading, with their shares, and lead into the token view."""
-    (part,) = re.findall(r"<h3>grpo-s0, step 12: gradient norm 20(.*?)</table>", made.html, re.DOTALL)
+    (part,) = re.findall(
+        r"<h3>grpo-s0, step 12: gradient norm 20(.*?)</table>", made.html, re.DOTALL
+    )
     links = re.findall(r'href="#token-(\d+)-(\d+)-(\d+)-(\d+)"', part)
     run, data = load_run(made.runs / "grpo-s0"), made.data("tokens")
-    wanted = [(t.run, t.step, t.rollout, t.position) for t in (one.sentence for one in moved_tokens(run, SPIKE, top=5))]
+    wanted = [
+        (t.run, t.step, t.rollout, t.position)
+        for t in (one.sentence for one in moved_tokens(run, SPIKE, top=5))
+    ]
     assert [(data["runs"][int(r)], int(s), int(n), int(i)) for r, s, n, i in links] == wanted
     there = {(c["r"], c["s"], c["n"]) for c in data["completions"]}
     assert {(int(r), int(s), int(n)) for r, s, n, _ in links} <= there
@@ -71,7 +89,10 @@ def test_runs_without_tokens_or_tokenizer_make_an_honest_page(tmp_path, quick):
     write_report_run(tmp_path / "a/plain", tokens=False, spike=False)
     write_report_run(tmp_path / "a/numbers", seed=1, tokenizer=False, status="failed", steps=3)
     page = analyze([tmp_path / "a"], tmp_path / "out").page.read_text(encoding="utf-8")
-    assert "plain: no token rows were recorded" in page and "numbers: the run saved no readable tokenizer" in page
+    assert (
+        "plain: no token rows were recorded" in page
+        and "numbers: the run saved no readable tokenizer" in page
+    )
     assert "⟨3⟩" in page and "failed" in page
 
 
@@ -86,18 +107,28 @@ def test_a_single_run_and_long_completions(tmp_path):
         writer.append("tokens", rows("tokens", 3, count) | place)
     view = token_view(load_runs(folder).by_name)
     (long,) = [c for c in view["completions"] if c["s"] == 3]
-    assert len(long["t"]) == 4_000 and long["more"] == 1_000 and long["rest"].startswith("yes no\n perhaps knight")
+    assert (
+        len(long["t"]) == 4_000
+        and long["more"] == 1_000
+        and long["rest"].startswith("yes no\n perhaps knight")
+    )
     assert all(len(values) == 4_000 for values in long["c"].values())
 
 
 @pytest.mark.parametrize("text", [*HOSTILE.values(), "</SCRIPT ", "<!--<script>", "\u2028"])
 def test_json_in_a_script_element_can_only_be_data(text):
     made = script_json({"a": [text, None], text: 1})
-    assert not set(made) & set("<>&\u2028\u2029") and json.loads(made) == {"a": [text, None], text: 1}
+    assert not set(made) & set("<>&\u2028\u2029") and json.loads(made) == {
+        "a": [text, None],
+        text: 1,
+    }
 
 
 def test_shown_names_what_reorders_or_hides():
-    assert shown("a\u202eb\x00\n\t\ud800\u2028") == "a⟦RIGHT-TO-LEFT OVERRIDE⟧b⟦U+0000⟧\n\t⟦U+D800⟧⟦LINE SEPARATOR⟧"
+    assert (
+        shown("a\u202eb\x00\n\t\ud800\u2028")
+        == "a⟦RIGHT-TO-LEFT OVERRIDE⟧b⟦U+0000⟧\n\t⟦U+D800⟧⟦LINE SEPARATOR⟧"
+    )
     assert shown("żółw 東京 עברית 👍 é") == "żółw 東京 עברית 👍 é"
 
 
@@ -107,7 +138,10 @@ def test_characters_over_several_tokens_stand_with_the_last():
     result = pieces(ids, lambda part: bytes(part).decode("utf-8", "replace"))
     assert result == ["a", "", "", "", "👍", "", "ż", "!"] and len(result) == len(ids)
     assert pieces(ids[:3], lambda part: bytes(part).decode("utf-8", "replace"))[0] == "a"
-    assert "".join(pieces([255] * 20, lambda part: bytes(part).decode("utf-8", "replace"))) == "\ufffd" * 20
+    assert (
+        "".join(pieces([255] * 20, lambda part: bytes(part).decode("utf-8", "replace")))
+        == "\ufffd" * 20
+    )
 
 
 def test_tokens_carry_the_traces_numbers(made):
@@ -119,8 +153,15 @@ def test_tokens_carry_the_traces_numbers(made):
     for completion in held:
         words = [in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
         assert [data["pieces"][i] for i in completion["t"]] == words
-        rows_ = run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
-        columns = {"share": "attribution", "mismatch": None, "score": "score_norm_local", "weight": "weight"}
+        rows_ = (
+            run.tokens(steps=SPIKE).query(f"rollout == {completion['n']}").sort_values("position")
+        )
+        columns = {
+            "share": "attribution",
+            "mismatch": None,
+            "score": "score_norm_local",
+            "weight": "weight",
+        }
         for name, column in (
             columns | {"logp": "logp", "influence": "heldout_influence", "entropy": "entropy"}
         ).items():

@@ -35,7 +35,10 @@ def test_hostile_texts_stay_text_in_every_view(page, made):
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
     page.evaluate(OPEN_ALL)
     assert page.evaluate("window.hacked") is None
-    assert page.locator("#tokens script, #tokens img, #tokens b, #curves script, #curves img").count() == 0
+    assert (
+        page.locator("#tokens script, #tokens img, #tokens b, #curves script, #curves img").count()
+        == 0
+    )
     for text in HOSTILE.values():
         assert shown(text) in seen
     assert not any(mark in page.content() for mark in "\u202e\u2067\u2028\x00")
@@ -51,21 +54,31 @@ def test_each_control_works(page, made):
     page.locator("#layout").select_option("list")
     data = made.data("tokens")
     total = len(data["completions"])
-    assert page.locator("#count").text_content() == f"{total} of {total} completions, the first 12 shown"
+    assert (
+        page.locator("#count").text_content()
+        == f"{total} of {total} completions, the first 12 shown"
+    )
     page.locator("#run").select_option(label="grpo-sg-s0")
     page.locator("#step").select_option(str(STEPS))
     assert _titles(page) and all("grpo-sg-s0 · step 14" in title for title in _titles(page))
     page.locator("#run").select_option(label="all")
     page.locator("#step").select_option(label="all")
     page.locator("#search").fill("ONERROR")
-    with_it = [c for c in data["completions"] if any("onerror" in data["pieces"][i] for i in c["t"])]
-    assert 0 < len(with_it) < total and page.locator("#count").text_content().startswith(f"{len(with_it)} of {total} ")
+    with_it = [
+        c for c in data["completions"] if any("onerror" in data["pieces"][i] for i in c["t"])
+    ]
+    assert 0 < len(with_it) < total and page.locator("#count").text_content().startswith(
+        f"{len(with_it)} of {total} "
+    )
     page.locator("#search").fill("no such text")
     assert page.locator("#count").text_content().startswith("0 of ") and not _titles(page)
     page.locator("#search").fill("")
     page.locator("#sort").select_option("high")
     rewards = [c["reward"] for c in data["completions"]]
-    assert f"reward {max(rewards)} ·" in page.locator("#completions .completion .small").first.text_content()
+    assert (
+        f"reward {max(rewards)} ·"
+        in page.locator("#completions .completion .small").first.text_content()
+    )
     page.locator("#sort").select_option("largest")
     page.locator("#color").select_option("share")
     held = [c for c in data["completions"] if "share" in c["c"]]
@@ -128,7 +141,9 @@ def test_a_prompts_completions_stand_together_and_keys_move_among_them(page, mad
     assert page.evaluate(focused) == cards.evaluate_all(numbers)[0]
     for key, best in (("b", max), ("w", min)):
         page.keyboard.press(key)
-        assert page.evaluate(focused) == best(wanted, key=lambda i: data["completions"][i]["reward"])
+        assert page.evaluate(focused) == best(
+            wanted, key=lambda i: data["completions"][i]["reward"]
+        )
     page.keyboard.press("n")
     assert page.locator("#count").text_content() == f"Prompt 2 of {count}"
     assert group(data["completions"][page.evaluate(focused)]) != group(first)
@@ -161,7 +176,10 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     share = float(said["share of the gradient"].replace("−", "-"))
     assert share == pytest.approx(completion["c"]["share"][1], rel=1e-2)
     assert said["position"] == "1" and said["advantage"] == str(completion["adv"]).replace("-", "−")
-    assert said["direction"] == f"made {'less likely ↓' if completion['c']['coef'][1] > 0 else 'more likely ↑'}"
+    assert (
+        said["direction"]
+        == f"made {'less likely ↓' if completion['c']['coef'][1] > 0 else 'more likely ↑'}"
+    )
     assert page.locator("#tip .meaning").count() >= len(said) - 1  # every number is defined
     assert page.evaluate("document.activeElement.getAttribute('aria-describedby')") == "tip"
     page.keyboard.press("End")
@@ -169,7 +187,9 @@ def test_keyboard_and_pointer_show_a_tokens_numbers(page, made):
     page.keyboard.press("Home")
     page.keyboard.press("ArrowDown")
     assert page.evaluate(focused) > 0
-    assert page.locator("#completions .completion").first.locator('.token[tabindex="0"]').count() == 1
+    assert (
+        page.locator("#completions .completion").first.locator('.token[tabindex="0"]').count() == 1
+    )
     page.keyboard.press("Escape")
     assert not page.locator("#tip dl").is_visible()
     tokens.nth(3).hover()
@@ -215,7 +235,9 @@ def test_a_token_of_the_spike_leads_to_its_completion_and_a_link_can_be_shared(p
     link.click()
     page.wait_for_selector(".token:focus")
     assert page.evaluate("document.activeElement.dataset.index") == place
-    title = page.evaluate("document.activeElement.closest('.completion').querySelector('h4').textContent")
+    title = page.evaluate(
+        "document.activeElement.closest('.completion').querySelector('h4').textContent"
+    )
     assert f"step {step} · completion {number}" in title
     assert page.evaluate("location.hash") == f"#token-{run}-{SPIKE}-{number}-{place}"
     box = "document.activeElement.getBoundingClientRect()"
@@ -256,7 +278,9 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     span = "Curves.plots.map(({ u }) => [u.scales.x.min, u.scales.x.max])"
     values = "Curves.plots[0].u.data[1].map((v) => v)"
     raw = page.evaluate(values)
-    page.locator("#smoothing").evaluate("(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }")
+    page.locator("#smoothing").evaluate(
+        "(s) => { s.value = 5; s.dispatchEvent(new Event('input')); }"
+    )
     smooth = [float(np.mean(raw[max(0, i - 2) : i + 3])) for i in range(len(raw))]
     assert page.evaluate(values) == pytest.approx(smooth)
     plot = page.locator(".u-over").first
@@ -267,7 +291,10 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 30, steps=4)
     page.mouse.up()
     zoomed = page.evaluate(span)
-    assert all(low == pytest.approx(1 + 0.3 * (STEPS - 1), abs=0.2) for low, _ in zoomed) and len(zoomed) > 5
+    assert (
+        all(low == pytest.approx(1 + 0.3 * (STEPS - 1), abs=0.2) for low, _ in zoomed)
+        and len(zoomed) > 5
+    )
     assert page.evaluate("location.hash") == ""  # a drag is no click
     page.locator("#unzoom").click()
     assert page.evaluate(span) == [[1, STEPS]] * len(zoomed)
@@ -282,17 +309,25 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
 
 @pytest.mark.parametrize("size", [(1300, 1000), (390, 844)])
 def test_axe_finds_no_violation_in_light_and_dark_on_both_screens(page, size):
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core")
+    axe = pytest.importorskip(
+        "axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core"
+    )
     page.set_viewport_size({"width": size[0], "height": size[1]})
     _charts(page)
     for layout in ("group", "list", "sides"):
         page.locator("#layout").select_option(layout)
         page.locator("#completions .token").first.focus()
         page.evaluate(OPEN_ALL)
-        assert axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"] == [], layout
+        assert (
+            axe.Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+            == []
+        ), layout
         assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
     page.emulate_media(color_scheme="dark")
     for name in ("direction", "entropy"):
         page.locator("#color").select_option(name)
-        assert axe.Axe().run(page, options={"runOnly": ["color-contrast"]}).response["violations"] == []
+        assert (
+            axe.Axe().run(page, options={"runOnly": ["color-contrast"]}).response["violations"]
+            == []
+        )
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"

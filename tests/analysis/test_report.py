@@ -44,24 +44,37 @@ def _row(sections, **wanted: str) -> dict[str, str]:
 
 def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
     for setting in ("grpo", "grpo-sg"):
-        row = _row(sharpness_sections(pair.settings), measure="SAM sharpness of nll, radius 0.5", setting=setting)
+        row = _row(
+            sharpness_sections(pair.settings),
+            measure="SAM sharpness of nll, radius 0.5",
+            setting=setting,
+        )
         first, last = values_of(setting, 0), values_of(setting, small.SMALL_STEPS)
         change = last - first
         errors = [each.std(ddof=1) / math.sqrt(small.SMALL_PROMPTS) for each in (first, change)]
         assert row["steps"] == f"0 and {small.SMALL_STEPS}"
         assert row["at the first"] == interval_text(first.mean(), Z * errors[0])
         assert row["change"] == interval_text(change.mean(), Z * errors[1], sign=True)
-    row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")  # updates' prompts are independent
+    # updates' prompts are independent
+    row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")
     change = interval_text(100.0 * (small.SMALL_STEPS - 1), Z * math.hypot(10, 10), sign=True)
     assert row["steps"] == f"1 and {small.SMALL_STEPS}" and row["change"] == change
 
 
 @pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])
-def test_saturated_sharpness_is_marked_in_show_and_on_the_page(tmp_path: Path, saturation: float, marked: bool):
+def test_saturated_sharpness_is_marked_in_show_and_on_the_page(
+    tmp_path: Path, saturation: float, marked: bool
+):
     value = float(values_of("grpo", small.SMALL_STEPS).mean())
-    estimate = {"functional": "expected_failure", "ceiling": value / saturation, "saturation": saturation}
+    estimate = {
+        "functional": "expected_failure",
+        "ceiling": value / saturation,
+        "saturation": saturation,
+    }
     (study,) = studies(load_runs(write_small(tmp_path / "a", "grpo", **estimate)))
-    row = _row(sharpness_sections(study.settings), measure="SAM sharpness of expected_failure, radius 0.5")
+    row = _row(
+        sharpness_sections(study.settings), measure="SAM sharpness of expected_failure, radius 0.5"
+    )
     assert ("(saturated)" in row["of the possible rise"]) == marked
 
 
@@ -70,7 +83,9 @@ def test_rotation_from_rounding_is_not_shown(pair: Study):
     runs = {setting.label: next(iter(setting.runs.values())) for setting in pair.settings}
     assert not curve_table(runs["grpo"])["by step"].str.contains("rotation").any()
     table = curve_table(runs["grpo-sg"]).set_index("by step")
-    assert table.loc["rotation of the gradient [°]", ""] == sparkline(np.array(list(small.ROTATION.values())))
+    assert table.loc["rotation of the gradient [°]", ""] == sparkline(
+        np.array(list(small.ROTATION.values()))
+    )
 
 
 def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
@@ -83,11 +98,14 @@ def test_rewards_that_are_not_numbers_are_shown_as_such(tmp_path: Path):
 
 
 def test_costs_are_those_of_the_tables(tmp_path: Path):
-    folder = new_run(tmp_path / "a", measuring={"share": 0.4, "seconds": {"norms": 0.25, "surface": 0.25}})
+    folder = new_run(
+        tmp_path / "a", measuring={"share": 0.4, "seconds": {"norms": 0.25, "surface": 0.25}}
+    )
     with TraceWriter(folder) as writer:
         seconds = {"generation_s": 0.5, "training_s": 0.25, "recording_s": 0.25}
         writer.append("steps", rows("steps", 1, 1) | seconds)
-    (cost,) = cost_table(load_runs(tmp_path)).to_dict("records")  # with what is measured between steps
+    # with what is measured between steps
+    (cost,) = cost_table(load_runs(tmp_path)).to_dict("records")
     assert (cost["a step [s]"], cost["generation"], cost["recording"]) == ("1.25", "40 %", "40 %")
 
 
@@ -119,14 +137,21 @@ def test_watch_refreshes_until_the_run_ends(tmp_path: Path, terminal: bool):
     assert (text.count("by step") == 1) != terminal  # on a pipe the view comes once
 
 
-def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(tmp_path: Path):
+def test_the_default_step_of_tokens_has_the_largest_gradient_norm_among_the_recorded(
+    tmp_path: Path,
+):
     run = new_run(tmp_path / "a")
     with TraceWriter(run) as writer:
         for step, norm in ((1, 2.0), (2, 5.0), (3, 9.0)):
             writer.append("steps", rows("steps", step, 1) | {"grad_norm": [norm]})
             if step < 3:
                 share = np.full(4, 0.25) if step == 1 else None
-                place = {"rollout": 0, "position": np.arange(4), "heldout_influence": None, "attribution": share}
+                place = {
+                    "rollout": 0,
+                    "position": np.arange(4),
+                    "heldout_influence": None,
+                    "attribution": share,
+                }
                 writer.append("tokens", rows("tokens", step, 4) | place)
     loaded = load_run(run)
     assert "step 2" in token_sections(loaded, by="probability")[0].title
@@ -159,8 +184,12 @@ def test_equal_tokens_are_merged_with_their_shares_summed(run):
         wanted.setdefault(key, []).append(row["attribution"])
     largest = sorted(wanted.items(), key=lambda item: -abs(sum(item[1])))[:5]
     found = moved_tokens(run, SPIKE, top=5)
-    assert sorted(one.share for one in found) == pytest.approx(sorted(sum(shares) for _, shares in largest))
-    assert {(one.sentence.token, one.sentence.direction, one.correct, one.count) for one in found} == {
+    assert sorted(one.share for one in found) == pytest.approx(
+        sorted(sum(shares) for _, shares in largest)
+    )
+    assert {
+        (one.sentence.token, one.sentence.direction, one.correct, one.count) for one in found
+    } == {
         (word, direction, correct, len(shares)) for (word, direction, correct, _), shares in largest
     }
     signs = [one.share < 0 for one in found]
@@ -170,12 +199,21 @@ def test_equal_tokens_are_merged_with_their_shares_summed(run):
 def test_a_sample_without_an_advantage_is_said_to_be_one(tmp_path: Path):
     """A random quarter of the groups was measured at the only recorded step, and none of them has an advantage."""
     folder = new_run(tmp_path / "a")
-    place = {"rollout": 0, "position": np.arange(4), "attribution": 0.0, "advantage": 0.0, "update": 0}
+    place = {
+        "rollout": 0,
+        "position": np.arange(4),
+        "attribution": 0.0,
+        "advantage": 0.0,
+        "update": 0,
+    }
     with TraceWriter(folder) as writer:
         writer.append("steps", rows("steps", 2, 1) | {"grad_norm": 1.0})
         writer.append("tokens", rows("tokens", 2, 4) | place | {"inclusion_probability": 0.25})
     for section in (moved_sections([load_run(folder)])[0], token_sections(load_run(folder))[0]):
-        assert "none of the measured groups (a random 25 % of each update's groups) has a gradient" in section.content
+        assert (
+            "none of the measured groups (a random 25 % of each update's groups) has a gradient"
+            in section.content
+        )
 
 
 def test_the_headline_of_two_methods_in_the_demos_ending(pair: Study):
@@ -187,6 +225,9 @@ def test_the_headline_of_two_methods_in_the_demos_ending(pair: Study):
         after = interval_text(100 * end, 100 * max(end - ends.low, ends.high - end))
         said = f"({heat}, 80 prompts): {100 * start:.0f} % before, {after} % (grpo), {after} % (grpo-sg) after."
         assert f"Accuracy on held-out prompts {said}" in text
-    assert "Did grpo-sg change anything, compared with grpo?" in text and "It turns the gradient by 21°." in text
+    assert (
+        "Did grpo-sg change anything, compared with grpo?" in text
+        and "It turns the gradient by 21°." in text
+    )
     assert "about 45°" in text and "no difference shown" in text and "One pair of runs" in text
     assert len(shown.splitlines()) <= 20

@@ -53,16 +53,23 @@ def _tokens(seed: int, updates: int, chance: float = 1.0) -> pd.DataFrame:
     update = np.arange(count) % updates
     share = rng.normal(0.2, 1.0, count)
     share = share / pd.Series(share).groupby(update).transform("sum").to_numpy()
-    frame = pd.DataFrame({"rollout": rng.integers(0, 8, count), "update": update, "attribution": share})
+    frame = pd.DataFrame(
+        {"rollout": rng.integers(0, 8, count), "update": update, "attribution": share}
+    )
     logp = -rng.exponential(1.0, count)
     return frame.assign(
-        share=share / updates, probability=np.exp(logp), logp=logp, inclusion_probability=np.float32(chance)
+        share=share / updates,
+        probability=np.exp(logp),
+        logp=logp,
+        inclusion_probability=np.float32(chance),
     )
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.integers(0, 10_000), st.integers(1, 4), st.sampled_from([1.0, 0.25]))
-def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(seed: int, updates: int, chance: float):
+def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(
+    seed: int, updates: int, chance: float
+):
     tokens = _tokens(seed, updates, chance)
     rollouts = {"step": 1, "rollout": range(8), "group": np.arange(8) // 2, "prompt": "p"}
     prompts = prompt_shares(SimpleNamespace(rollouts=pd.DataFrame(rollouts)), 1, tokens)
@@ -71,7 +78,9 @@ def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(seed: i
         assert row["share"] == pytest.approx(tokens.loc[group == row["group"], "share"].sum())
     assert prompts["share"].sum() == pytest.approx(1.0)
     ranges = range_shares(tokens)
-    assert ranges["share"].sum() == pytest.approx(1.0) and ranges["tokens"].sum() == pytest.approx(1.0)
+    assert ranges["share"].sum() == pytest.approx(1.0) and ranges["tokens"].sum() == pytest.approx(
+        1.0
+    )
     largest, sure, carried = concentration(tokens)
     assert 0 <= largest <= 1 and 0 <= carried <= 1 and 0 <= sure <= 1
 
@@ -85,12 +94,18 @@ def test_a_spike_of_one_update_is_found_and_named(tmp_path: Path):
     norms[2 * int(np.flatnonzero(steps["step"] == SPIKE)[0]) + 1] = 2.5
     updates["grad_norm"] = norms
     run.__dict__["updates"] = updates
-    run.__dict__["steps"] = steps.assign(grad_norm=updates.groupby("step")["grad_norm"].mean().to_numpy())
-    run.tokens = lambda steps=None, columns=None: tokens(steps, columns).assign(update=lambda f: np.arange(len(f)) % 2)
+    run.__dict__["steps"] = steps.assign(
+        grad_norm=updates.groupby("step")["grad_norm"].mean().to_numpy()
+    )
+    run.tokens = lambda steps=None, columns=None: tokens(steps, columns).assign(
+        update=lambda f: np.arange(len(f)) % 2
+    )
     (spike,) = [one for one in explain_spikes(run) if one.z > 10]
     assert (spike.step, spike.grad_norm, spike.update) == (SPIKE, 2.5, "update 2 of 2")
     every = run.tokens([SPIKE], ["attribution", "update"]).dropna()
-    np.testing.assert_allclose(step_shares(run, SPIKE)["share"], every.loc[every["update"] == 1, "attribution"])
+    np.testing.assert_allclose(
+        step_shares(run, SPIKE)["share"], every.loc[every["update"] == 1, "attribution"]
+    )
 
 
 def test_of_two_spikes_that_of_more_times_the_typical_gradient_leads(tmp_path: Path):
@@ -103,12 +118,20 @@ def test_of_two_spikes_that_of_more_times_the_typical_gradient_leads(tmp_path: P
     assert (first.z, first.times) == pytest.approx((math.log(2) / 0.014826, 2))
     assert (second.z, second.times) == pytest.approx((5 / (1.4826 * math.log(2)), math.exp(5)))
     assert largest_update(run).step == STEPS and f"step {STEPS}" in moved_sections([run])[0].title
-    titles = [section.title for section in page_of(Runs(tmp_path, {"a": run}, {})).sections if section.part == "Tokens"]
-    assert f"step {STEPS}: " in titles[0] and any(f"step {SPIKE}: " in title for title in titles[1:])
+    titles = [
+        section.title
+        for section in page_of(Runs(tmp_path, {"a": run}, {})).sections
+        if section.part == "Tokens"
+    ]
+    assert f"step {STEPS}: " in titles[0] and any(
+        f"step {SPIKE}: " in title for title in titles[1:]
+    )
 
 
 def test_concentration_is_that_of_a_plain_loop():
-    tokens = pd.DataFrame({"share": [0.5, -0.3] + [0.001] * 198, "inclusion_probability": np.float32(1)})
+    tokens = pd.DataFrame(
+        {"share": [0.5, -0.3] + [0.001] * 198, "inclusion_probability": np.float32(1)}
+    )
     tokens["probability"] = [0.1, 0.2] + [0.999] * 198
     total = 0.8 + 0.198
     assert concentration(tokens) == pytest.approx((0.8 / total, 0.99, 0.198 / total))

@@ -35,7 +35,9 @@ from tests.analysis.claims.planted import FrameRun, frame_run, paired_study
 def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
     values = np.random.default_rng(3).lognormal(size=20)
     ours = contrast_interval(values)
-    theirs = scipy.stats.bootstrap((np.sort(values),), np.mean, n_resamples=4999, rng=np.random.default_rng(0))
+    theirs = scipy.stats.bootstrap(
+        (np.sort(values),), np.mean, n_resamples=4999, rng=np.random.default_rng(0)
+    )
     assert (ours.low, ours.high) == pytest.approx(tuple(theirs.confidence_interval), rel=1e-9)
     assert contrast_interval(values[::-1]) == ours
     kinds = [getattr(contrast_interval(values[:n]), "kind", None) for n in (5, 6, 14, 15)]
@@ -48,7 +50,11 @@ def test_bca_is_scipys_and_kinds_follow_the_number_of_clusters():
 def test_intervals_cover_as_the_module_states(n, stated):
     """Normal, heavy-tailed (t, 3 degrees) and skewed (lognormal) samples."""
     rng, trials = np.random.default_rng(n), 40
-    draws = (lambda: rng.normal(size=n), lambda: rng.standard_t(3, n), lambda: rng.lognormal(size=n))
+    draws = (
+        lambda: rng.normal(size=n),
+        lambda: rng.standard_t(3, n),
+        lambda: rng.lognormal(size=n),
+    )
     for draw, mean, said in zip(draws, (0.0, 0.0, np.exp(0.5)), stated, strict=True):
         found = sum((i := contrast_interval(draw())).low <= mean <= i.high for _ in range(trials))
         assert found >= scipy.stats.binom.ppf(0.001, trials, said)
@@ -86,9 +92,12 @@ def test_accuracy_interval_counts_prompts_where_their_completions_agree_and_comp
 def test_accuracy_interval_covers_near_0_and_between(truth):
     """Prompts' own accuracies from a beta distribution, 4 completions each; mean ± 1.96 standard errors fails near 0."""
     rng, n, k, draws = np.random.default_rng(0), 60, 4, 400
-    share = rng.binomial(k, rng.beta(truth / 1.5, (1 - truth) / 1.5, (draws, n))) / k  # correlation 0.6 within a prompt
+    # correlation 0.6 within a prompt
+    share = rng.binomial(k, rng.beta(truth / 1.5, (1 - truth) / 1.5, (draws, n))) / k
     means, errors = share.mean(axis=1), share.std(axis=1, ddof=1) / np.sqrt(n)
-    result = [accuracy_interval(mean, error, n, k) for mean, error in zip(means, errors, strict=True)]
+    result = [
+        accuracy_interval(mean, error, n, k) for mean, error in zip(means, errors, strict=True)
+    ]
     assert np.mean([interval.low <= truth <= interval.high for interval in result]) > 0.925
     if truth != 0.5:
         assert np.mean(abs(means - truth) <= 1.96 * errors) < 0.9
@@ -110,7 +119,8 @@ def test_the_noise_of_answers_is_that_of_asking_the_same_prompts_again():
     q = np.concatenate(list(levels.values()))
     assert np.mean(found) == pytest.approx((q * (1 - q)).sum() / len(q) ** 2 / k, rel=0.03)
     single = pd.DataFrame([evaluated("all", (np.arange(50) < 20).astype(float), 1)])
-    assert answer_noise(SimpleNamespace(eval=single), "heldout", 5) == pytest.approx(0.4 * 0.6 / 50)  # an upper bound
+    # an upper bound
+    assert answer_noise(SimpleNamespace(eval=single), "heldout", 5) == pytest.approx(0.4 * 0.6 / 50)
     assert answer_noise(SimpleNamespace(eval=single), "heldout", 6) is None
 
 
@@ -120,7 +130,11 @@ def test_the_error_of_a_series_is_the_scatter_of_its_mean():
         x[:, t] = 0.6 * x[:, t - 1] + rng.normal(size=400)
     means, errors = np.transpose([series_mean(row[50:]) for row in x])
     assert np.sqrt((errors**2).mean()) == pytest.approx(means.std(), rel=0.12)
-    assert means[0] == x[0, 50:].mean() and np.isnan(series_mean(np.ones(3))[1]) and series_mean(np.ones(9))[1] == 0
+    assert (
+        means[0] == x[0, 50:].mean()
+        and np.isnan(series_mean(np.ones(3))[1])
+        and series_mean(np.ones(9))[1] == 0
+    )
 
 
 def test_the_seeds_that_halve_an_interval():
@@ -158,7 +172,11 @@ def test_slope_test_keeps_its_level_and_its_interval_covers():
         x = rng.normal(size=(10, 25))
         y = rng.normal(0, 0.5, (10, 1)) * x + rng.standard_t(3, (10, 25))
         studies.append(
-            ClusterSlope(np.array([cluster_moments(*rows, [], np.ones(25)) for rows in zip(y, x, strict=True)]))
+            ClusterSlope(
+                np.array(
+                    [cluster_moments(*rows, [], np.ones(25)) for rows in zip(y, x, strict=True)]
+                )
+            )
         )
     rejected = sum(s.p(0.0) <= 0.05 for s in studies)
     assert scipy.stats.binomtest(rejected, 200, 0.05, alternative="greater").pvalue > 0.01
@@ -191,7 +209,9 @@ def test_the_sign_flip_interval_holds_what_the_test_does_not_reject():
 def test_ranks_by_hand_and_against_scipy():
     x = np.random.default_rng(5).normal(size=12)
     assert weighted_ranks(x, np.ones(12)) * 12 == pytest.approx(scipy.stats.rankdata(x) - 0.5)
-    assert weighted_ranks(np.array([2.0, 1.0, 2.0]), np.array([1.0, 2.0, 1.0])) == pytest.approx([0.75, 0.25, 0.75])
+    assert weighted_ranks(np.array([2.0, 1.0, 2.0]), np.array([1.0, 2.0, 1.0])) == pytest.approx(
+        [0.75, 0.25, 0.75]
+    )
 
 
 HELDOUT = "held-out accuracy, greedy"
@@ -205,7 +225,8 @@ def row(frame: pd.DataFrame, quantity: str) -> pd.Series:
 
 def probed(rises: dict[float, float], ceiling: float | None = 0.5, **options: object) -> FrameRun:
     probes = [
-        {"step": 40, "quantity": "sam", "rho": rho, "value": rise, "ceiling": ceiling} for rho, rise in rises.items()
+        {"step": 40, "quantity": "sam", "rho": rho, "value": rise, "ceiling": ceiling}
+        for rho, rise in rises.items()
     ]
     return frame_run(probes=probes, **options)
 
@@ -215,13 +236,21 @@ def test_intervals_over_seeds_by_hand() -> None:
         runs = paired_study(seeds, 0.05, noise=0.02).by_name
         found = row(compare_runs(runs), HELDOUT)
         greedy = {
-            name: run.eval[(run.eval["temperature"] == 0) & (run.eval["step"] == 40)]["accuracy"].iloc[0]
+            name: run.eval[(run.eval["temperature"] == 0) & (run.eval["step"] == 40)][
+                "accuracy"
+            ].iloc[0]
             for name, run in runs.items()
         }
-        values = np.array([greedy[f"grpo-sg-{seed}"] - greedy[f"grpo-{seed}"] for seed in range(seeds)])
+        values = np.array(
+            [greedy[f"grpo-sg-{seed}"] - greedy[f"grpo-{seed}"] for seed in range(seeds)]
+        )
         ends = stats.t.interval(0.95, seeds - 1, values.mean(), stats.sem(values))
         assert (found["low"], found["high"]) == pytest.approx(ends)
-        assert found["n"] == seeds and found["paired_by"] == "seed" and found["median"] == np.median(values)
+        assert (
+            found["n"] == seeds
+            and found["paired_by"] == "seed"
+            and found["median"] == np.median(values)
+        )
         assert found["worst"] == pytest.approx(values.min())
         assert found["worst_pair"] == f"seed {values.argmin()}"
         assert found["p"] == sign_flip_p(values) if seeds == 8 else math.isnan(found["p"])
@@ -229,13 +258,16 @@ def test_intervals_over_seeds_by_hand() -> None:
 
 def test_one_pair_is_paired_by_step() -> None:
     columns = {"reward_mean": np.linspace(0, 1, 40)}
-    first, second = (probed({0.05: 0.1}, method=method, columns=columns) for method in ("grpo", "gspo"))
+    first, second = (
+        probed({0.05: 0.1}, method=method, columns=columns) for method in ("grpo", "gspo")
+    )
     second.steps["reward_mean"] += 0.25
     frame = compare_runs([first, second])
     assert {HELDOUT, "reward", "entropy", "update norm", SHARPNESS} <= set(frame["quantity"])
     found = row(frame, "reward")
     assert (found["n"], found["paired_by"]) == (1, "step")
-    assert found["difference"] == pytest.approx(0.25) == pytest.approx(found["high"])  # no noise between the steps
+    # no noise between the steps
+    assert found["difference"] == pytest.approx(0.25) == pytest.approx(found["high"])
 
 
 def test_saturated_sharpness_is_marked_and_not_compared() -> None:
@@ -246,22 +278,37 @@ def test_saturated_sharpness_is_marked_and_not_compared() -> None:
     found = row(compare_runs(pair), SHARPNESS)
     assert found["n"] == 0 and math.isnan(found["difference"]) and "saturated" in found["note"]
     assert found["baseline_value"] == pytest.approx(0.98)
-    runs = [probed({0.5: (0.1, 0.49)[s]}, method=method, seed=s) for s in (0, 1) for method in ("grpo", "gspo")]
+    runs = [
+        probed({0.5: (0.1, 0.49)[s]}, method=method, seed=s)
+        for s in (0, 1)
+        for method in ("grpo", "gspo")
+    ]
     found = row(compare_runs(runs), SHARPNESS)
-    assert (found["n"], found["baseline_value"]) == (1, pytest.approx(0.2))  # the mean of the pair that is compared
+    # the mean of the pair that is compared
+    assert (found["n"], found["baseline_value"]) == (
+        1,
+        pytest.approx(0.2),
+    )
 
 
 def test_ceiling_of_an_old_run_is_its_training_accuracy() -> None:
-    pair = [probed({0.5: 0.1}, None, train=0.5), probed({0.5: 0.05}, None, train=0.25, method="gspo")]
+    pair = [
+        probed({0.5: 0.1}, None, train=0.5),
+        probed({0.5: 0.05}, None, train=0.25, method="gspo"),
+    ]
     found = row(compare_runs(pair), SHARPNESS)
     assert found["difference"] == pytest.approx(0.0) and "training accuracy" in found["note"]
 
 
 def test_clipping_is_read_from_updates_of_older_runs() -> None:
-    updates = pd.DataFrame({"step": [39, 39, 40, 40], "skipped": False, "clip_factor": [0.5, 1.0, 1.0, 1.0]})
+    updates = pd.DataFrame(
+        {"step": [39, 39, 40, 40], "skipped": False, "clip_factor": [0.5, 1.0, 1.0, 1.0]}
+    )
     runs = [frame_run(), frame_run("gspo")]
     runs[0].updates, runs[1].updates = updates.assign(clip_factor=1.0), updates
-    assert row(compare_runs(runs), "updates with a clipped gradient")["difference"] == pytest.approx(0.25)
+    assert row(compare_runs(runs), "updates with a clipped gradient")[
+        "difference"
+    ] == pytest.approx(0.25)
 
 
 # -- Studies and settings
@@ -273,7 +320,9 @@ def laid_out(*runs: FrameRun) -> list[Study]:
 
 def test_seeds_are_one_setting_and_other_settings_are_told_apart() -> None:
     hot = {"optimizer": {"lr": 3e-4}}
-    runs = [frame_run("grpo", seed) for seed in (0, 1)] + [frame_run("grpo-sg", seed) for seed in (0, 1)]
+    runs = [frame_run("grpo", seed) for seed in (0, 1)] + [
+        frame_run("grpo-sg", seed) for seed in (0, 1)
+    ]
     runs += [frame_run("grpo", seed, config=hot, tag="-hot") for seed in (0, 1)]
     (study,) = laid_out(*runs)
     assert study.labels == ["grpo (optimizer.lr=0.0001)", "grpo (optimizer.lr=0.0003)", "grpo-sg"]
@@ -281,11 +330,21 @@ def test_seeds_are_one_setting_and_other_settings_are_told_apart() -> None:
     assert study.slug == "" and study.notes == ()
     # the setting with the most seeds has the method's name, and the others are told from it
     (study,) = laid_out(
-        *runs, frame_run("grpo", 2), frame_run("grpo", 0, config={"rollout": {"group_size": 4}}, tag="-4")
+        *runs,
+        frame_run("grpo", 2),
+        frame_run("grpo", 0, config={"rollout": {"group_size": 4}}, tag="-4"),
     )
-    assert study.labels == ["grpo", "grpo (optimizer.lr=0.0003)", "grpo (rollout.group_size=4)", "grpo-sg"]
+    assert study.labels == [
+        "grpo",
+        "grpo (optimizer.lr=0.0003)",
+        "grpo (rollout.group_size=4)",
+        "grpo-sg",
+    ]
     (note,) = study.notes
-    assert note.startswith("grpo alone stands for") and "optimizer.lr=0.0001, rollout.group_size=" in note
+    assert (
+        note.startswith("grpo alone stands for")
+        and "optimizer.lr=0.0001, rollout.group_size=" in note
+    )
 
 
 def test_tasks_task_settings_and_policies_are_never_one_study() -> None:
@@ -299,7 +358,9 @@ def test_tasks_task_settings_and_policies_are_never_one_study() -> None:
 
 def test_finished_runs_come_before_others_and_a_seed_counts_once() -> None:
     stopped = replace(frame_run(seed=1), name="stopped", status="interrupted")
-    (study,) = laid_out(replace(frame_run(), name="again"), replace(frame_run(), name="done"), stopped)
+    (study,) = laid_out(
+        replace(frame_run(), name="again"), replace(frame_run(), name="done"), stopped
+    )
     assert list(study.settings[0].runs) == [0]
     assert any("stopped (interrupted, 40 steps) is left out" in note for note in study.notes)
     assert any("done repeats seed 0 of again" in note for note in study.notes)

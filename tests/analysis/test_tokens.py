@@ -37,15 +37,23 @@ def test_growth_is_that_of_the_largest_update():
     norms = np.random.default_rng(0).uniform(0.5, 1.5, (6, 2, 3))  # (steps, updates, groups)
     norms[5, 1, 1] *= 40
     rows = [
-        {"step": s + 1, "update": u, "grad_norm_by_layer": json.dumps(dict(zip(GROUPS, norms[s, u], strict=True)))}
+        {
+            "step": s + 1,
+            "update": u,
+            "grad_norm_by_layer": json.dumps(dict(zip(GROUPS, norms[s, u], strict=True))),
+        }
         for s, u in np.ndindex(6, 2)
     ]
-    found = layer_growth(SimpleNamespace(updates=pd.DataFrame(rows).assign(update_norm_by_layer=None)), 6)
+    found = layer_growth(
+        SimpleNamespace(updates=pd.DataFrame(rows).assign(update_norm_by_layer=None)), 6
+    )
     typical = np.median(norms[:5].reshape(10, 3), axis=0)
     table = found.loc[GROUPS]
     np.testing.assert_allclose(table["growth"], norms[5, 1] / typical)
     np.testing.assert_allclose(table["share"], norms[5, 1] ** 2 / (norms[5, 1] ** 2).sum())
-    assert found.index[0] == "0.mlp" and growth_text(found).startswith("0.mlp has the most of ‖∇L‖², ")
+    assert found.index[0] == "0.mlp" and growth_text(found).startswith(
+        "0.mlp has the most of ‖∇L‖², "
+    )
     assert f"{norms[5, 1, 1] / typical[1]:.3g} × its typical norm" in growth_text(found)
 
 
@@ -63,19 +71,33 @@ def test_entropy_change_is_that_of_a_small_step_on_the_tokens_logits(temperature
     """δ(z/T) = −η·c·(e_y − p) changes H by η·c·polarity, by central differences in float64; so does Σπ² by 2·(…)."""
     rng = np.random.default_rng(0)
     for _ in range(50):
-        z, y, c, eta = 3 * rng.normal(size=40) / temperature, int(rng.integers(40)), float(rng.normal()), 1e-6
+        z, y, c, eta = (
+            3 * rng.normal(size=40) / temperature,
+            int(rng.integers(40)),
+            float(rng.normal()),
+            1e-6,
+        )
         p = _softmax(z)
         push = -c * (np.eye(40)[y] - p)
-        measured = (_entropy(_softmax(z + eta * push)) - _entropy(_softmax(z - eta * push))) / (2 * eta)
+        measured = (_entropy(_softmax(z + eta * push)) - _entropy(_softmax(z - eta * push))) / (
+            2 * eta
+        )
         h = _entropy(p)
         polarity = p[y] * (np.log(p[y]) + h) - (p**2 * (np.log(p) + h)).sum()
         tokens = pd.DataFrame({"loss_coef": [c], "polarity": [polarity]})
-        assert with_values(tokens)["entropy_change"].iloc[0] == pytest.approx(measured, rel=1e-5, abs=1e-9)
+        assert with_values(tokens)["entropy_change"].iloc[0] == pytest.approx(
+            measured, rel=1e-5, abs=1e-9
+        )
 
 
 def test_kl_mismatch_and_the_policy_term_follow_from_their_columns():
     tokens = pd.DataFrame(
-        {"logp": [-1.0, -2.0], "behavior_logp": [-1.5, np.nan], "ref_logp": [-1.0, -3.0], "loss_coef": [0.5, 1.0]}
+        {
+            "logp": [-1.0, -2.0],
+            "behavior_logp": [-1.5, np.nan],
+            "ref_logp": [-1.0, -3.0],
+            "loss_coef": [0.5, 1.0],
+        }
     ).assign(kl_coef=[0.2, np.nan])
     made = with_values(tokens)
     np.testing.assert_allclose(made["mismatch"], [0.5, np.nan])
@@ -90,8 +112,18 @@ def test_bins_hold_the_shares_that_were_planted(tmp_path: Path):
     peak = np.array([True, False, True, False, True])
     advantage = np.array([1.0, 1.0, -1.0, -1.0, 0.0])
     share = np.array([0.4, 0.3, 0.2, 0.1, 0.0])
-    columns = {"step": 1, "rollout": 0, "update": 0, "position": np.arange(5), "token_id": np.arange(5)}
-    columns |= {"logp": np.log(np.where(peak, 0.6, 0.05)), "collision": 0.4, "polarity": np.where(peak, 0.2, -0.1)}
+    columns = {
+        "step": 1,
+        "rollout": 0,
+        "update": 0,
+        "position": np.arange(5),
+        "token_id": np.arange(5),
+    }
+    columns |= {
+        "logp": np.log(np.where(peak, 0.6, 0.05)),
+        "collision": 0.4,
+        "polarity": np.where(peak, 0.2, -0.1),
+    }
     columns |= {"advantage": advantage, "loss_coef": -advantage / 4, "attribution": share}
     columns |= {"inclusion_probability": 0.25}
     with TraceWriter(run) as writer:
@@ -112,7 +144,14 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]
             sampler = -rng.exponential(1.5, 40)
             noise = rng.normal(0, np.where(sampler < math.log(0.1), 0.3, 0.01))
             logp = np.minimum(sampler + noise, 0.0).tolist()
-            rows.append({"step": step, "token_id": [5] * 40, "logp": logp, "behavior_logp": sampler.tolist()})
+            rows.append(
+                {
+                    "step": step,
+                    "token_id": [5] * 40,
+                    "logp": logp,
+                    "behavior_logp": sampler.tolist(),
+                }
+            )
     file = folder / "t.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     import_files("jsonl", file, folder / "run", Options())
@@ -123,19 +162,27 @@ def test_the_numbers_are_a_loop_over_the_tokens(imported):
     path, rows = imported
     run, expected = sharpscope.load_run(path), {1: [], 2: [], 3: []}
     for row in rows:
-        for p, q in zip(np.float32(row["logp"]).tolist(), np.float32(row["behavior_logp"]).tolist(), strict=True):
+        for p, q in zip(
+            np.float32(row["logp"]).tolist(), np.float32(row["behavior_logp"]).tolist(), strict=True
+        ):
             r = math.exp(p - q)
-            expected[row["step"]].append((float(not 0.9 <= r <= 1.1), q - p, (p - q) ** 2 / 2, r - 1 - (p - q)))
+            expected[row["step"]].append(
+                (float(not 0.9 <= r <= 1.1), q - p, (p - q) ** 2 / 2, r - 1 - (p - q))
+            )
     sums = mismatch_sums(run)
     for step, values in expected.items():
-        np.testing.assert_allclose(sums.loc[step, ["outside", "k1", "k2", "k3"]], np.sum(values, axis=0), rtol=1e-6)
+        np.testing.assert_allclose(
+            sums.loc[step, ["outside", "k1", "k2", "k3"]], np.sum(values, axis=0), rtol=1e-6
+        )
         assert sums.loc[step, "tokens"] == len(values)
         assert mismatch_by_step(run)[step] == pytest.approx(np.mean(values, axis=0)[3])
     drawn = varying(study_values(Study({"run": run})))["quantity"]
     assert drawn.str.startswith("mismatch of sampler and trainer").any()
     (row,) = sampler_section(sharpscope.load_runs([path])).content.to_dict("records")
     means = np.mean([one for values in expected.values() for one in values], axis=0)
-    assert (row["run"], row["tokens"]) == ("run", "480") and row["k1 [nats]"] == pytest.approx(means[1])
+    assert (row["run"], row["tokens"]) == ("run", "480") and row["k1 [nats]"] == pytest.approx(
+        means[1]
+    )
     assert row["ratios outside [0.9, 1.1]"] == f"{100 * means[0]:.2f} %"
 
 
@@ -146,16 +193,27 @@ def append(writer: TraceWriter, name: str, step: int, count: int, **columns) -> 
     writer.append(name, rows(name, step, count) | columns)
 
 
-def test_tokens_are_left_out_if_neither_a_clip_nor_a_missing_advantage_explains_their_zero(tmp_path):
+def test_tokens_are_left_out_if_neither_a_clip_nor_a_missing_advantage_explains_their_zero(
+    tmp_path,
+):
     tokens = {"kind": "curvature"}
     folder = new_run(tmp_path / "run", config={"seed": 0, "steps": 2, "method": {"tokens": tokens}})
     with TraceWriter(folder) as writer:
-        columns = {"rollout": np.arange(6), "position": np.zeros(6, int), "update": np.zeros(6, int)}
+        columns = {
+            "rollout": np.arange(6),
+            "position": np.zeros(6, int),
+            "update": np.zeros(6, int),
+        }
         columns |= {"kl_coef": [0.0, 0.0, 0.0, 0.0, 0.0, 0.25]}  # the last has the KL term only
         columns |= {"advantage": [-1.0, 1.0, -1.0, 1.0, 0.0, 1.0], "clipped": [0, 1, 0, 0, 0, 0]}
-        columns |= {"logp": np.log([0.1, 0.5, 0.9, 0.7, 0.5, 0.3]), "entropy": [2.0, 1.0, 0.1, 0.3, 1.0, 1.0]}
+        columns |= {
+            "logp": np.log([0.1, 0.5, 0.9, 0.7, 0.5, 0.3]),
+            "entropy": [2.0, 1.0, 0.1, 0.3, 1.0, 1.0],
+        }
         for step, first in ((1, 0.0), (2, 0.3)):
-            append(writer, "tokens", step, 6, loss_coef=[first, 0.0, 0.5, -0.5, 0.0, 0.25], **columns)
+            append(
+                writer, "tokens", step, 6, loss_coef=[first, 0.0, 0.5, -0.5, 0.0, 0.25], **columns
+            )
     run = load_run(folder)
     found = left_out(run).set_index("step")
     assert found["out"].tolist() == pytest.approx([2 / 5, 1 / 5])
@@ -182,7 +240,8 @@ def test_the_critical_step_of_the_gradient_gap_by_its_definition(tmp_path, stand
         advantage /= correct.std(ddof=1)
     coefficient = -advantage / count / 2  # mean over tokens, then over completions
     gradient = (coefficient[:, None] * scores).sum(0)
-    descent = gradient + 0.3 * g.normal(size=dimension)  # the optimizer's direction: θ ← θ − lr·descent
+    # the optimizer's direction: θ ← θ − lr·descent
+    descent = gradient + 0.3 * g.normal(size=dimension)
     gap = scores[correct].mean(0) - scores[~correct].mean(0)
     w = -descent / np.linalg.norm(descent)
     eta = max(w @ gap, 0.0) / (2 * 8 * max((scores**2).sum(1)))
@@ -191,9 +250,18 @@ def test_the_critical_step_of_the_gradient_gap_by_its_definition(tmp_path, stand
         columns = {"rollout": np.arange(count), "loss_coef": coefficient, "advantage": advantage}
         columns = {name: np.repeat(values, 2) for name, values in columns.items()}
         columns |= {"position": np.tile([0, 1], count), "update": np.zeros(2 * count, int)}
-        append(writer, "tokens", 1, 2 * count, score_norm_local=np.linalg.norm(tokens, axis=1), **columns)
+        append(
+            writer,
+            "tokens",
+            1,
+            2 * count,
+            score_norm_local=np.linalg.norm(tokens, axis=1),
+            **columns,
+        )
         reward = correct.astype(float)
-        append(writer, "rollouts", 1, count, rollout=np.arange(count), correct=correct, reward=reward)
+        append(
+            writer, "rollouts", 1, count, rollout=np.arange(count), correct=correct, reward=reward
+        )
         length = lr * np.linalg.norm(descent)
         append(writer, "updates", 1, 1, update=[0], lr=[lr], update_norm=[length], skipped=[False])
         quantities = ["critical_sharpness", "critical_lr", "update_slope"]

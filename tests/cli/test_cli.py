@@ -19,8 +19,9 @@ from sharpscope import training
 from sharpscope.cli import app, main
 from sharpscope.cli.app import PANELS, REPLACED
 from sharpscope.cli.describe import BASIC
-from sharpscope.config import RunConfig, settings_of
+from sharpscope.config import RunConfig
 from sharpscope.errors import UserError
+from sharpscope.settings import settings_of
 from sharpscope.traces import update_run_info
 from sharpscope.training.evaluate import evaluate_model
 
@@ -53,7 +54,9 @@ SETS = [part for value in SMALL for part in ("--set", value)]
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple]:
+def here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple]:
     """Run a command in `tmp_path` in this process, which has imported torch; returns exit code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
@@ -68,7 +71,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
 
 
 def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: Path, here):
-    done = sharpscope("run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path)
+    done = sharpscope(
+        "run", "--model", str(tiny_policy), *TINY, *SETS, "--out", "runs/first", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # no loading bar, no warning
     assert "finished: 2 steps" in done.stdout and "sharpscope show runs/first" in done.stdout
@@ -100,7 +105,9 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
 )
-def test_a_mistake_is_one_line_exit_code_two_and_nothing_written(arguments, says, tmp_path: Path, here):
+def test_a_mistake_is_one_line_exit_code_two_and_nothing_written(
+    arguments, says, tmp_path: Path, here
+):
     code, _, error = here(*arguments)
     assert code == 2, error
     assert says in error and error.startswith("error: ") and error.count("\n") == 1
@@ -120,7 +127,11 @@ def test_settings_are_checked_before_torch_is_loaded(mistake, tmp_path: Path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", *mistake], cwd=tmp_path, capture_output=True, text=True, env=environment
+        [sys.executable, "-c", code, "run", *mistake],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     status, heavy, seconds = done.stdout.rsplit(maxsplit=2)
     assert (status, heavy) == ("2", "[]"), done.stdout + done.stderr
@@ -157,7 +168,10 @@ def test_every_command_has_help_with_an_example_and_its_place():
 @pytest.mark.parametrize("command", REPLACED)
 def test_an_old_command_says_what_replaced_it(command, here):
     code, _, error = here(command, "x")
-    assert code == 2 and error == f"error: sharpscope {command}: removed in 0.3; use: {REPLACED[command]}\n"
+    assert (
+        code == 2
+        and error == f"error: sharpscope {command}: removed in 0.3; use: {REPLACED[command]}\n"
+    )
 
 
 def test_config_lists_the_common_settings_all_and_those_of_a_part():
@@ -168,11 +182,18 @@ def test_config_lists_the_common_settings_all_and_those_of_a_part():
     assert paths() == [row.path for row in settings_of(RunConfig) if row.path in BASIC]
     assert set(paths()) == set(BASIC)
     assert {"task.people", "task.path", "task.factory"} <= set(paths("tasks"))
-    assert {"method.weight.tau", "method.weight.function", "method.weight.of"} <= set(paths("method.weight"))
+    assert {"method.weight.tau", "method.weight.function", "method.weight.of"} <= set(
+        paths("method.weight")
+    )
     assert len(paths("--all")) > 5 * len(BASIC)
 
 
-CHANGES = ["task.kind=custom", "task.factory=tests.toy_task:vowels", "rollout.max_new_tokens=8", "threads=1"]
+CHANGES = [
+    "task.kind=custom",
+    "task.factory=tests.toy_task:vowels",
+    "rollout.max_new_tokens=8",
+    "threads=1",
+]
 
 
 @pytest.fixture
@@ -199,7 +220,8 @@ def test_mistakes_are_found_before_anything_is_drawn(place, tiny_policy, tmp_pat
         assert isinstance(result.exception, UserError) and says in str(result.exception)
         assert result.stdout == ""
     for option in ("--prompts", "--samples"):
-        assert invoke(*place, option, "0").exit_code == 2  # refused as an option, before anything is loaded
+        # refused as an option, before anything is loaded
+        assert invoke(*place, option, "0").exit_code == 2
         with pytest.raises(UserError, match=f"evaluation.{option.strip('-')}"):
             evaluate_model(str(tiny_policy), overrides=CHANGES, **{option.strip("-"): 0})
 
@@ -211,14 +233,24 @@ def test_the_table_has_an_interval_at_zero_and_the_folder_of_out_is_made(place):
     frame = pd.read_csv("new/results/eval.csv")
     row = frame.iloc[0]
     assert set(frame["split"]) == {"heldout"}  # of the default splits the task has this one
-    assert row["accuracy"] == 0.0 and "0.00% [0.00, 65.76]" in result.stdout and "pass@1 [95 %]" in result.stdout
+    assert (
+        row["accuracy"] == 0.0
+        and "0.00% [0.00, 65.76]" in result.stdout
+        and "pass@1 [95 %]" in result.stdout
+    )
     assert (row["accuracy_low"], row["accuracy_high"]) == (0.0, pytest.approx(0.6576, abs=1e-4))
-    assert (row["pass_at_1_low"], row["pass_at_1_high"]) == (row["accuracy_low"], row["accuracy_high"])
+    assert (row["pass_at_1_low"], row["pass_at_1_high"]) == (
+        row["accuracy_low"],
+        row["accuracy_high"],
+    )
 
 
 def test_every_row_of_a_file_is_evaluated_on_request(tiny_policy: Path, tmp_path: Path):
     """40 rows, some of which the content hash holds out."""
-    rows = [{"prompt": f"What is {i} + 1?", "answer": str(i + 1), "data_source": "numeric"} for i in range(40)]
+    rows = [
+        {"prompt": f"What is {i} + 1?", "answer": str(i + 1), "data_source": "numeric"}
+        for i in range(40)
+    ]
     file = tmp_path / "test.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     changes = [f"task.path={file}", "rollout.max_new_tokens=2", "threads=1"]

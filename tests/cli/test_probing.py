@@ -22,9 +22,13 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The example run's first completions as a data file."""
     rows = sharpscope.load_run(GRPO).rollouts.head(4)
     rows = rows.assign(prompt=rows["prompt"].str[-150:], completion=rows["completion"].str[:80])
-    rows = rows.assign(reward=rows["correct"].astype(float), truncated=rows["truncated"].astype(bool))
+    rows = rows.assign(
+        reward=rows["correct"].astype(float), truncated=rows["truncated"].astype(bool)
+    )
     path = tmp_path_factory.mktemp("texts") / "texts.jsonl"
-    rows[["prompt", "completion", "reward", "truncated"]].to_json(path, orient="records", lines=True)
+    rows[["prompt", "completion", "reward", "truncated"]].to_json(
+        path, orient="records", lines=True
+    )
     return path
 
 
@@ -32,20 +36,34 @@ SETTINGS = ("rho=0.05", "kinds=[sam]")
 QUICK = [part for value in SETTINGS for part in ("--set", value)]
 
 
-def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: Path, tmp_path: Path):
+def test_probe_measures_models_on_a_file_side_by_side(
+    tiny_policy: Path, texts: Path, tmp_path: Path
+):
     out = tmp_path / "probe"
     one, two = str(tiny_policy), "embedded:knights_knaves"
     place = ["--model", one, "--data", str(texts), "--out", str(out)]
     output = invoke("probe", *place, *QUICK)
     frame = pd.read_parquet(out / "probes.parquet")
     assert {"largest", "sam"} <= set(frame["quantity"]) and (frame["functional"] == "nll").all()
-    assert output.index("sharpest direction") < output.index("± prompts") < output.index(f"written to {out}/: ")
+    assert (
+        output.index("sharpest direction")
+        < output.index("± prompts")
+        < output.index(f"written to {out}/: ")
+    )
     assert "SAM sharpness at radius 0.05" in output
     assert "probes.parquet" in output
     with pytest.raises(UserError, match="not empty"):
         invoke("probe", "--model", one, "--data", str(texts), "--out", str(out))
     both = ["--model", one, "--model", two, "--data", str(texts), "--out", str(tmp_path / "both")]
-    asked = ("--set", "rho=auto", "--set", "functionals=[expected_failure]", "--set", "curvature_prompts=0", "--json")
+    asked = (
+        "--set",
+        "rho=auto",
+        "--set",
+        "functionals=[expected_failure]",
+        "--set",
+        "curvature_prompts=0",
+        "--json",
+    )
     result = CliRunner().invoke(app, ["probe", *both, *QUICK, *asked])
     frame = pd.read_parquet(tmp_path / "both" / "probes.parquet")
     printed = pd.DataFrame(json.loads(result.stdout)["rows"])
@@ -57,8 +75,10 @@ def test_probe_measures_models_on_a_file_side_by_side(tiny_policy: Path, texts: 
     assert (frame["quantity"] == "radius").sum() == 1 and 0.05 <= rises["saturation"].iloc[0] <= 0.3
 
 
-def test_a_probe_that_is_interrupted_leaves_what_it_found(tiny_policy: Path, texts: Path, tmp_path: Path, monkeypatch):
-    from sharpscope.probes import runner
+def test_a_probe_that_is_interrupted_leaves_what_it_found(
+    tiny_policy: Path, texts: Path, tmp_path: Path, monkeypatch
+):
+    from sharpscope.surface import runner
 
     def interrupted(*given, **options):
         raise KeyboardInterrupt
@@ -72,8 +92,18 @@ def test_a_probe_that_is_interrupted_leaves_what_it_found(tiny_policy: Path, tex
 
 def row(quantity: str, value: float, **rest) -> dict:
     unknown = dict.fromkeys(("prompt_std_error", "saturation", "residual"), math.nan)
-    names = {"checkpoint": "m", "functional": "expected_failure", "probe_set": "t/train@x", "step": 4}
-    return unknown | names | {"quantity": quantity, "value": value, "converged": True, "why": "", "rho": 0.1} | rest
+    names = {
+        "checkpoint": "m",
+        "functional": "expected_failure",
+        "probe_set": "t/train@x",
+        "step": 4,
+    }
+    return (
+        unknown
+        | names
+        | {"quantity": quantity, "value": value, "converged": True, "why": "", "rho": 0.1}
+        | rest
+    )
 
 
 def test_the_sentences_say_what_the_numbers_mean():
@@ -87,7 +117,11 @@ def test_the_sentences_say_what_the_numbers_mean():
     assert "SATURATED: 50%" in found[1] and "12.5% of the largest possible rise" in found[2]
     both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
     compared = probing.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
-    assert compared[0] == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5" != compared[1]
+    assert (
+        compared[0]
+        == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5"
+        != compared[1]
+    )
     assert "could be 14 times longer" in critical_sentence(10.0, 140.0)
     assert "was 2 times too long" in critical_sentence(280.0, 140.0)
 
@@ -115,11 +149,26 @@ def test_probe_measures_a_runs_checkpoints(toy_config, tmp_path: Path):
     from sharpscope.training import train
 
     config = toy_config(
-        checkpoint__every=1, checkpoint__keep_last=3, steps=2, probes__prompts=3, probes__heldout_prompts=3
+        checkpoint__every=1,
+        checkpoint__keep_last=3,
+        steps=2,
+        probes__prompts=3,
+        probes__heldout_prompts=3,
     )
     train(config)
     out = tmp_path / "probe"
     sets = [*QUICK, "--set", "functionals=[expected_failure]", "--set", "samples=2"]
-    invoke("probe", str(config.run_dir), "--all-checkpoints", "--set", "curvature_prompts=0", "--out", str(out), *sets)
+    invoke(
+        "probe",
+        str(config.run_dir),
+        "--all-checkpoints",
+        "--set",
+        "curvature_prompts=0",
+        "--out",
+        str(out),
+        *sets,
+    )
     frame = pd.read_parquet(out / "probes.parquet")
-    assert sorted(frame["step"].unique()) == [1, 2] and set(frame["functional"]) == {"expected_failure"}
+    assert sorted(frame["step"].unique()) == [1, 2] and set(frame["functional"]) == {
+        "expected_failure"
+    }

@@ -31,11 +31,16 @@ def test_tokens_lists_the_largest_with_their_numbers():
     output = invoke("tokens", GRPO_SG, "--step", "8", "--top", "5")
     run = sharpscope.load_run(GRPO_SG)
     for one in moved_tokens(run, 8, top=5):
-        assert f"{100 * one.share:+.1f} %".replace("-", "−") in output and f"{one.probability:.3g}" in output
+        assert (
+            f"{100 * one.share:+.1f} %".replace("-", "−") in output
+            and f"{one.probability:.3g}" in output
+        )
     with pytest.raises(UserError, match="recorded at steps 1, 4, 8, 12"):
         invoke("tokens", GRPO_SG, "--step", "3")
     exact = run.tokens(steps=[8]).dropna(subset=["score_norm"]).nlargest(1, "score_norm").iloc[0]
-    assert f"{exact.score_norm:.3g}" in invoke("tokens", GRPO_SG, "--step", "8", "--by", "score_norm", "--top", "1")
+    assert f"{exact.score_norm:.3g}" in invoke(
+        "tokens", GRPO_SG, "--step", "8", "--by", "score_norm", "--top", "1"
+    )
     assert CliRunner().invoke(app, ["tokens", GRPO_SG, "--step", "8", "--top", "0"]).exit_code == 2
     with pytest.raises(UserError, match="--spikes: finds the steps itself"):
         invoke("tokens", GRPO_SG, "--spikes", "--step", "8")
@@ -44,7 +49,9 @@ def test_tokens_lists_the_largest_with_their_numbers():
 def test_spikes_says_the_true_reason():
     output = " ".join(invoke("tokens", GRPO, "--spikes").split())
     assert "No step reaches z = 4: the highest is z = 1.1 at step 11" in output
-    assert "Tokens' shares were not recorded at step 5; the nearest step that has them is 4." in output
+    assert (
+        "Tokens' shares were not recorded at step 5; the nearest step that has them is 4." in output
+    )
     assert "Ranges of probability" in output and "ten earlier steps" not in output
 
 
@@ -52,10 +59,17 @@ def test_json_has_the_numbers_of_the_tables():
     found = json.loads(invoke("tokens", GRPO_SG, "--step", "8", "--top", "5", "--json"))["sections"]
     run = sharpscope.load_run(GRPO_SG)
     wanted = moved_tokens(run, 8, top=5)
-    assert [row["share"] for row in found[0]["rows"]] == pytest.approx([one.share for one in wanted])
+    assert [row["share"] for row in found[0]["rows"]] == pytest.approx(
+        [one.share for one in wanted]
+    )
     for row, one in zip(found[0]["rows"], wanted, strict=True):
-        assert all(row[name] == getattr(one.sentence, name) for name in ("token", "run", "step", "rollout", "position"))
-    ranges = next(section["rows"] for section in found if section["title"] == "Ranges of probability")
+        assert all(
+            row[name] == getattr(one.sentence, name)
+            for name in ("token", "run", "step", "rollout", "position")
+        )
+    ranges = next(
+        section["rows"] for section in found if section["title"] == "Ranges of probability"
+    )
     assert sum(row["share"] for row in ranges) == pytest.approx(1) and ranges[-1]["high"] == 1
     shown = json.loads(invoke("show", GRPO, GRPO_SG, "--json"))["sections"]
     (found,) = [section for section in shown if section["title"].startswith("Did grpo-sg")]
@@ -66,7 +80,9 @@ def test_json_has_the_numbers_of_the_tables():
 
 
 def test_show_of_one_run_and_of_two():
-    assert "finished" in invoke("show", GRPO_SG) and "Which tokens moved the model" in invoke("show", GRPO_SG)
+    assert "finished" in invoke("show", GRPO_SG) and "Which tokens moved the model" in invoke(
+        "show", GRPO_SG
+    )
     assert "turned by" not in invoke("show", GRPO)  # a rotation by rounding
     assert "Did grpo-sg change anything, compared with grpo?" in invoke("show", GRPO, GRPO_SG)
     with pytest.raises(UserError, match="--watch: takes one run"):
@@ -102,7 +118,10 @@ def study(tmp_path: Path) -> Path:
 
 def test_a_plan_needs_two_pairs_of_runs():
     text = invoke("study", "plan", EXAMPLE)
-    assert "runs: grpo (1), grpo-sg (1); compared: grpo-sg against grpo" in text and "n for 80 %" in text
+    assert (
+        "runs: grpo (1), grpo-sg (1); compared: grpo-sg against grpo" in text
+        and "n for 80 %" in text
+    )
     assert "two pairs or more" in invoke("study", "plan", EXAMPLE, "--claim", "C7")
 
 
@@ -119,7 +138,11 @@ def test_declare_change_and_refuse(study: Path):
 
 def test_a_study_declares_one_radius(study: Path):
     text = study.read_text()
-    study.write_text(text.replace("{steps: 10}", "{steps: 10, probes: {functionals: [expected_failure], rho: auto}}"))
+    study.write_text(
+        text.replace(
+            "{steps: 10}", "{steps: 10, probes: {functionals: [expected_failure], rho: auto}}"
+        )
+    )
     with pytest.raises(UserError, match=r"probes\.rho: auto; all runs need one radius"):
         invoke("study", "declare", study)
     study.write_text(study.read_text().replace("auto", "0.25"))
@@ -133,7 +156,9 @@ def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Pa
     assert list(dict.fromkeys(names)) == [*claims.CLAIMS, "C1"]
     assert "grpo-sg generalizes better" in output and f"{tmp_path / 'claims'}/claims.md" in output
     stored = json.loads((tmp_path / "claims" / "claims.json").read_text())
-    assert len(stored) == len(claims.CLAIMS) and {entry["treatment"] for entry in stored} == {"grpo-sg"}
+    assert len(stored) == len(claims.CLAIMS) and {entry["treatment"] for entry in stored} == {
+        "grpo-sg"
+    }
     printed = CliRunner().invoke(app, ["study", "claims", str(EXAMPLE), "--json"]).stdout
     assert json.loads(printed)["verdicts"] == stored
     output = invoke("study", "claims", EXAMPLE, "--claim", "C7", "--details")
@@ -142,7 +167,8 @@ def test_claims_prints_every_verdict_and_the_checks_and_writes_them(tmp_path: Pa
 
 def test_what_is_wrong_is_named(study: Path, tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"treatment mine: no finished run of it; there are runs of grpo \(1\), grpo-sg \(1\)"
+        UserError,
+        match=r"treatment mine: no finished run of it; there are runs of grpo \(1\), grpo-sg \(1\)",
     ):
         invoke("study", "claims", EXAMPLE, "--treatment", "mine")
     with pytest.raises(UserError, match="no run below"):

@@ -10,9 +10,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharpscope.config import RunConfig, build_config, named_method, read_recorded, settings_of, to_yaml
-from sharpscope.config.token_weights import SigmoidWeight
+from sharpscope.config import RunConfig, build_config, read_recorded
 from sharpscope.errors import UserError
+from sharpscope.methods import named_method
+from sharpscope.methods.token_weights import SigmoidWeight
+from sharpscope.settings import settings_of, to_yaml
 
 
 @pytest.mark.parametrize(
@@ -35,9 +37,16 @@ def test_any_resolved_config_is_read_back_the_same(tmp_path: Path, overrides):
 
 def test_file_values_and_overrides_are_laid_over_each_other(tmp_path: Path):
     file = tmp_path / "run.yaml"
-    file.write_text("method: {name: grpo-sg, weight: {tau: 3.0}}\nsteps: 7\noptimizer: {lr: 0.001}\n")
+    file.write_text(
+        "method: {name: grpo-sg, weight: {tau: 3.0}}\nsteps: 7\noptimizer: {lr: 0.001}\n"
+    )
     config = build_config(file, ["optimizer.lr=1e-5", "method.weight.U=1.5"], {"steps": 9})
-    assert (config.steps, config.optimizer.lr, config.method.weight.tau, config.method.weight.U) == (9, 1e-5, 3.0, 1.5)
+    assert (
+        config.steps,
+        config.optimizer.lr,
+        config.method.weight.tau,
+        config.method.weight.U,
+    ) == (9, 1e-5, 3.0, 1.5)
     assert build_config(file, [], {"method": "grpo"}).method.weight.kind == "uniform"
 
 
@@ -52,7 +61,9 @@ def test_settings_given_before_their_kind_or_name_are_kept(tmp_path: Path):
     # another name or kind starts afresh
     fresh = build_config(None, ["method=tr-grpo", "method.weight_on=ratio", "method=grpo"])
     assert fresh.method.weight_on == "surrogate"
-    assert build_config(None, ["method=grpo-sg", "method.weight.kind=power"]).method.weight.model_dump() == {
+    assert build_config(
+        None, ["method=grpo-sg", "method.weight.kind=power"]
+    ).method.weight.model_dump() == {
         "kind": "power",
         "gamma": 1.0,
     }
@@ -80,9 +91,18 @@ def test_ablations_get_names_of_their_own():
         (["method.weight.tau=4", "method.weight.kind=power"], "method.weight.tau: unknown field"),
         (["optimiser.lr=1"], "optimiser: unknown field; did you mean 'optimizer'"),
         (["rollout.temperature=-1"], "rollout.temperature = -1"),
-        (["method.weight.kind=sigmod"], "method.weight.kind = 'sigmod': unknown; did you mean 'sigmoid'"),
-        (["method=grpo-sg", "method.weight.tau=-1"], "method.weight.tau = -1: input should be greater than 0"),
-        (["method.sharpness.rho=0.1"], "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam"),
+        (
+            ["method.weight.kind=sigmod"],
+            "method.weight.kind = 'sigmod': unknown; did you mean 'sigmoid'",
+        ),
+        (
+            ["method=grpo-sg", "method.weight.tau=-1"],
+            "method.weight.tau = -1: input should be greater than 0",
+        ),
+        (
+            ["method.sharpness.rho=0.1"],
+            "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam",
+        ),
         (
             ["update.mini_batches=25"],
             "update.mini_batches = 25 must be at most rollout.prompts_per_step = 24, since groups are not split",
@@ -90,13 +110,19 @@ def test_ablations_get_names_of_their_own():
         (["steps"], "--set steps: must have the form"),
         (["steps=[1"], "not valid YAML"),
         (["method=[1]"], "method = [1]"),
-        (["optimizer.warmup_steps=5", "steps=5"], "optimizer.warmup_steps = 5 must be less than steps = 5"),
+        (
+            ["optimizer.warmup_steps=5", "steps=5"],
+            "optimizer.warmup_steps = 5 must be less than steps = 5",
+        ),
         (["method=capo", "policy.lora={r: 4}"], "method.tokens.kind = curvature"),
         (["optimizer.lr=true"], "lr = True: must be a number, not true or false"),
         (["method=grpo-sg", "method.weight.u0=true"], "u0 = True: must be a number"),
         (["probes.preset=off", "probes.every=75"], "preset off probes nothing"),
         (["method=grpo", "method.tokens.kind=bins"], "method.tokens.include: field required"),
-        (["method=wapo", "method.correction.kind=truncate"], "ratio.to=sampler needs correction=null"),
+        (
+            ["method=wapo", "method.correction.kind=truncate"],
+            "ratio.to=sampler needs correction=null",
+        ),
         (["health.memry.action=off"], "health.memry: unknown field; did you mean 'memory'"),
     ],
 )
@@ -115,7 +141,8 @@ def test_a_mistake_is_one_line_with_its_place(overrides, says):
         ("steps: 3\nsteps: 4\n", "duplicate key 'steps'"),
         ("&a {steps: *a}", "not valid YAML"),
         (
-            "a: &a [x]\n" + "".join(f"{y}: &{y} [{', '.join(['*' + x] * 10)}]\n" for x, y in pairwise("abcdefg")),
+            "a: &a [x]\n"
+            + "".join(f"{y}: &{y} [{', '.join(['*' + x] * 10)}]\n" for x, y in pairwise("abcdefg")),
             "more than 200,000 values",
         ),
         ("#" * 4_000_001, "larger than"),
@@ -133,7 +160,10 @@ def test_a_broken_file_is_named(tmp_path: Path, content, says):
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)
 values = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
 )
 fields = st.sampled_from([*RunConfig.model_fields, "nonsense", ""])
 
@@ -155,22 +185,36 @@ def test_every_setting_is_listed_once_for_each_kind_and_described():
     rows = list(settings_of(RunConfig))
     assert [row.path for row in rows if not row.description] == []
     assert len({(row.path, row.kind) for row in rows}) == len(rows)
-    assert not [row for row in rows if any(text in row.values for text in ("Annotated", "FieldInfo", "<function"))]
+    assert not [
+        row
+        for row in rows
+        if any(text in row.values for text in ("Annotated", "FieldInfo", "<function"))
+    ]
     found = {(row.path, row.kind): row for row in rows}
-    assert found["task.people", "knights_knaves"].values == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
+    assert (
+        found["task.people", "knights_knaves"].values
+        == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
+    )
     assert found["method.weight.function", "custom"].default == "required"
     assert len({row.path for row in rows}) <= 151
     assert "a schedule {start, end, until}" in found["method.ratio.p", "holder"].values
-    assert found["method.clip", ""].values.startswith("ppo | cispo") and found["method.clip", ""].values.endswith(
-        "null"
-    )
+    assert found["method.clip", ""].values.startswith("ppo | cispo") and found[
+        "method.clip", ""
+    ].values.endswith("null")
 
 
 def test_yaml_words_and_exponents_are_read_as_in_yaml_1_2(tmp_path: Path):
     """YAML 1.1 reads `off` as false and 1e-4 as text."""
-    (tmp_path / "a.yaml").write_text("probes: {preset: off}\nhealth: {memory: {action: off}}\noptimizer: {lr: 1e-3}\n")
-    config = build_config(tmp_path / "a.yaml", ["update.gradient_checkpointing=yes", "method.kl.coef=1e-2"])
-    assert config.probes.preset == config.health.memory.action == "off" and config.update.gradient_checkpointing
+    (tmp_path / "a.yaml").write_text(
+        "probes: {preset: off}\nhealth: {memory: {action: off}}\noptimizer: {lr: 1e-3}\n"
+    )
+    config = build_config(
+        tmp_path / "a.yaml", ["update.gradient_checkpointing=yes", "method.kl.coef=1e-2"]
+    )
+    assert (
+        config.probes.preset == config.health.memory.action == "off"
+        and config.update.gradient_checkpointing
+    )
     assert (config.optimizer.lr, config.method.kl.coef) == (1e-3, 0.01)
     (tmp_path / "b.yaml").write_text(to_yaml(labeled := build_config(None, ["method.label='1e5'"])))
     assert build_config(tmp_path / "b.yaml") == labeled
@@ -180,7 +224,8 @@ def test_yaml_words_and_exponents_are_read_as_in_yaml_1_2(tmp_path: Path):
 
 def test_the_learning_rate_depends_on_the_policy_unless_it_is_given():
     assert build_config().optimizer.lr == 1e-4
-    assert build_config(values={"task": {"kind": "math"}}).optimizer.lr == 1e-4  # its embedded policy
+    # its embedded policy
+    assert build_config(values={"task": {"kind": "math"}}).optimizer.lr == 1e-4
     assert build_config(values={"policy.model": "Qwen/Qwen2.5-0.5B"}).optimizer.lr == 1e-6
     assert build_config(values={"policy.model": "x", "optimizer.lr": 0.01}).optimizer.lr == 0.01
 
@@ -195,7 +240,10 @@ def test_the_configuration_of_a_recorded_run_is_read(tmp_path: Path):
     assert found.method == named_method("dapo")
     for changes, says in (
         (
-            {"method": method | {"tokens": {"kind": "bins", "include": ["pos_peak"], "exclude": ["neg_peak"]}}},
+            {
+                "method": method
+                | {"tokens": {"kind": "bins", "include": ["pos_peak"], "exclude": ["neg_peak"]}}
+            },
             r"exclude = .*: recorded by an earlier version; now it is \[\] always",
         ),
         ({"name": "x"}, "a run of version 0.2 can only be shown and analyzed"),
@@ -224,9 +272,17 @@ def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
     text = path.read_text()
     config = build_config(path)
     assert "Ours" in text and "From the paper" in text
-    weight = config.method.weight.with_preset("auto", "paper")  # what any model but the embedded ones gets
+    # what any model but the embedded ones gets
+    weight = config.method.weight.with_preset("auto", "paper")
     assert isinstance(weight, SigmoidWeight)
-    assert weight.constants() == {"alpha": 2.0, "tau": 9.0, "mu": 0.25, "L": 1.0, "U": 1.4, "u0": 0.0}
+    assert weight.constants() == {
+        "alpha": 2.0,
+        "tau": 9.0,
+        "mu": 0.25,
+        "L": 1.0,
+        "U": 1.4,
+        "u0": 0.0,
+    }
     assert config.policy.dtype == "bfloat16" and config.update.gradient_checkpointing
     given = yaml.safe_load(text)
     assert given["method"]["name"] == "grpo-sg" and given["policy"]["model"] == config.policy.model
@@ -234,8 +290,16 @@ def test_a_preset_is_a_valid_configuration_that_says_what_is_ours(path):
 
 def test_the_presets_have_the_published_settings():
     config = preset("knights_knaves")
-    assert (config.task.sizes, config.task.train_size, config.task.heldout_size) == ((3, 4, 5, 6, 7), 900, 100)
-    assert (config.rollout.prompts_per_step, config.rollout.group_size, config.rollout.temperature) == (64, 8, 0.7)
+    assert (config.task.sizes, config.task.train_size, config.task.heldout_size) == (
+        (3, 4, 5, 6, 7),
+        900,
+        100,
+    )
+    assert (
+        config.rollout.prompts_per_step,
+        config.rollout.group_size,
+        config.rollout.temperature,
+    ) == (64, 8, 0.7)
     assert (config.optimizer.lr, config.steps, config.method.kl.coef) == (1e-6, 350, 0.001)
     assert (config.method.clip.low, config.method.clip.high) == (0.2, 0.24)
     task, config = preset("search_r1").task, preset("deepscaler")

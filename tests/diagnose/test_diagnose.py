@@ -25,7 +25,9 @@ def symptoms(frame: pd.DataFrame, tmp_path) -> dict[str, tuple[str, int]]:
 @pytest.mark.parametrize("seed", range(5))
 def test_healthy_runs_have_no_critical_finding_and_few_warnings(steps, seed, tmp_path):
     found = symptoms(healthy(steps, seed, rate=steps / 5), tmp_path)
-    assert not [name for name, (severity, _) in found.items() if severity in ("critical", "warning")]
+    assert not [
+        name for name, (severity, _) in found.items() if severity in ("critical", "warning")
+    ]
 
 
 AT = 100
@@ -36,7 +38,9 @@ def plant(changes: dict) -> Callable[[pd.DataFrame], None]:
 
     def make(frame: pd.DataFrame) -> None:
         for column, change in changes.items():
-            frame.loc[AT:, column] = change(frame.loc[AT:, column].to_numpy()) if callable(change) else change
+            frame.loc[AT:, column] = (
+                change(frame.loc[AT:, column].to_numpy()) if callable(change) else change
+            )
 
     return make
 
@@ -95,8 +99,35 @@ def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
 
 def test_a_reward_that_falls_to_exactly_zero_collapses_where_it_falls(tmp_path):
     """A training of TRL with a learning rate of 1e-2; the standard error of the fall shrinks while the reward stays 0."""
-    rewards = [0.688, 0.812, *4 * [0.562], 0.625, 0.375, 0.875, 0.0, 0.438, 0.125, 0.125, *27 * [0.0]]
-    norms = [1.38, 1.194, 1.194, 1.816, 2.602, 2.759, 1.88, 1.277, 1.37, 0.0, 1.57, 0.961, 0.816, *27 * [0.0]]
+    rewards = [
+        0.688,
+        0.812,
+        *4 * [0.562],
+        0.625,
+        0.375,
+        0.875,
+        0.0,
+        0.438,
+        0.125,
+        0.125,
+        *27 * [0.0],
+    ]
+    norms = [
+        1.38,
+        1.194,
+        1.194,
+        1.816,
+        2.602,
+        2.759,
+        1.88,
+        1.277,
+        1.37,
+        0.0,
+        1.57,
+        0.961,
+        0.816,
+        *27 * [0.0],
+    ]
     frame = pd.DataFrame({"step": range(1, 41), "reward": rewards, "grad_norm": norms})
     found = symptoms(frame, tmp_path)
     assert next(iter(found)) == "reward_collapse" and found["reward_collapse"][1] == 10
@@ -109,7 +140,9 @@ def test_a_logged_nan_is_found_and_a_missing_value_is_not(tmp_path):
     del rows[4]["grad_norm"]
     rows[20]["grad_norm"] = float("nan")
     log = read_log(write(rows, tmp_path))
-    assert [(f.rule.name, f.step) for f in find(log, []) if f.severity == "critical"] == [("non_finite", 21)]
+    assert [(f.rule.name, f.step) for f in find(log, []) if f.severity == "critical"] == [
+        ("non_finite", 21)
+    ]
 
 
 def test_the_order_of_events_is_that_of_the_construction(tmp_path):
@@ -118,7 +151,10 @@ def test_the_order_of_events_is_that_of_the_construction(tmp_path):
     frame.loc[60:, "entropy"] += np.linspace(0.1, 3, 160)
     frame.loc[100:, "grad_norm"] *= 5
     frame.loc[140:, "reward"] = 0.05
-    found = {(c.quantity, c.direction): c for c in changes(read_log(write(frame.to_dict("records"), tmp_path)))}
+    found = {
+        (c.quantity, c.direction): c
+        for c in changes(read_log(write(frame.to_dict("records"), tmp_path)))
+    }
     planted = {("entropy", "up"): 61, ("grad_norm", "up"): 101, ("reward", "down"): 141}
     for key, step in planted.items():
         assert found[key].low - 3 <= step <= found[key].high + 3
@@ -163,10 +199,16 @@ def test_every_trainers_log_is_read(name, tmp_path):
     assert (found.log.framework or "") == trainer.name
     assert set(found.log.frame) - {"accuracy"} == set(trainer.keys)
     for quantity in trainer.keys:
-        np.testing.assert_allclose(found.log.frame[quantity], frame[quantity], rtol=1e-5, atol=1e-7, err_msg=quantity)
-    others = {key.removeprefix("train/") if trainer.name == "TRL" else key for key in trainer.others}
+        np.testing.assert_allclose(
+            found.log.frame[quantity], frame[quantity], rtol=1e-5, atol=1e-7, err_msg=quantity
+        )
+    others = {
+        key.removeprefix("train/") if trainer.name == "TRL" else key for key in trainer.others
+    }
     assert others <= set(found.log.unmapped)
-    assert not set(found.log.unmapped) & {key for keys in found.log.sources.values() for key in keys}
+    assert not set(found.log.unmapped) & {
+        key for keys in found.log.sources.values() for key in keys
+    }
     if "reward" in trainer.keys:
         assert (found.findings[0].rule.name, found.findings[0].step) == ("reward_collapse", 61)
         assert found.finding.startswith("Reward collapsed from step 61: ")
@@ -204,7 +246,9 @@ def test_a_nan_in_a_csv_was_logged_and_an_empty_cell_was_not(tmp_path):
 
 def test_a_mapped_key_counts_and_an_unknown_one_is_an_error(tmp_path):
     file = tmp_path / "log.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "my/score": step / 10}) + "\n" for step in range(5)))
+    file.write_text(
+        "".join(json.dumps({"step": step, "my/score": step / 10}) + "\n" for step in range(5))
+    )
     assert list(read_log(file, {"reward": "my/score"}).frame["reward"]) == [0, 0.1, 0.2, 0.3, 0.4]
     with pytest.raises(UserError, match="no such key"):
         read_log(file, {"reward": "my/scor"})
@@ -225,21 +269,29 @@ def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
     for step in (20, 60, 80):
         (tmp_path / f"global_step_{step}").mkdir()
     found = diagnose(file)
-    assert f"trainer.resume_from_path={tmp_path / 'global_step_60'}" in found.next_command(found.findings[0])
+    assert f"trainer.resume_from_path={tmp_path / 'global_step_60'}" in found.next_command(
+        found.findings[0]
+    )
     assert "go back to global_step_60" in found.advice(found.findings[0])[1]
 
 
 def test_a_reward_that_falls_with_the_accuracy_is_no_gap():
-    rewards, accuracy = np.r_[np.full(20, 0.5), np.full(15, 0.8), np.full(5, 0.4)], np.full(40, np.nan)
+    rewards, accuracy = (
+        np.r_[np.full(20, 0.5), np.full(15, 0.8), np.full(5, 0.4)],
+        np.full(40, np.nan),
+    )
     accuracy[[9, 19, 29, 39]] = 0.6, 0.7, 0.5, 0.5
     gap = reward_gap({"reward": rewards, "accuracy": accuracy})
-    assert gap[[9, 19, 29, 39]] == pytest.approx([0, 0, 0.2, 0])  # the last ten have 0.6, the last five 0.4
+    # the last ten have 0.6, the last five 0.4
+    assert gap[[9, 19, 29, 39]] == pytest.approx([0, 0, 0.2, 0])
 
 
 def test_the_committed_page_of_symptoms_is_that_of_the_table():
     from experiments.diagnosis.symptoms import symptoms_markdown
 
-    assert (Path(__file__).parents[2] / "docs" / "symptoms.md").read_text("utf-8") == symptoms_markdown()
+    assert (Path(__file__).parents[2] / "docs" / "symptoms.md").read_text(
+        "utf-8"
+    ) == symptoms_markdown()
 
 
 LOGS = dict(list(pd.read_csv(Path(__file__).parent / "logs.csv", dtype=str).groupby("run")))
@@ -257,8 +309,16 @@ SICK = {  # log made on purpose -> its fault's first step, symptoms that name it
         {"update_spike", "reward_collapse"},
         [("update_norm", "up"), ("reward", "down"), ("entropy", "up")],
     ),
-    "kl_k1": (1, {"kl_drift", "reward_collapse"}, [("reward", "down"), ("kl", "up"), ("entropy", "up")]),
-    "zero_advantage": (26, {"reward_collapse", "zero_gradient", "dead_groups"}, [("reward", "down")]),
+    "kl_k1": (
+        1,
+        {"kl_drift", "reward_collapse"},
+        [("reward", "down"), ("kl", "up"), ("entropy", "up")],
+    ),
+    "zero_advantage": (
+        26,
+        {"reward_collapse", "zero_gradient", "dead_groups"},
+        [("reward", "down")],
+    ),
     "broken_sampler": (26, {"ratio_tail"}, [("mismatch", "up")]),
     "poisoned_reward": (26, {"reward_gap"}, [("reward", "up"), ("grad_norm", "down")]),
     "truncation": (26, {"truncation"}, [("truncated", "up")]),
@@ -270,7 +330,9 @@ def test_a_fault_is_found_within_ten_steps_of_its_start(name, tmp_path):
     """Runs of the embedded policy with a fault from a known step on."""
     at, symptoms_of_it, order = SICK[name]
     found = diagnose(log_of(name, tmp_path))
-    steps = {finding.rule.name: finding.step for finding in found.findings if finding.severity != "info"}
+    steps = {
+        finding.rule.name: finding.step for finding in found.findings if finding.severity != "info"
+    }
     assert symptoms_of_it <= set(steps)
     assert all(at - 1 <= steps[symptom] <= at + 10 for symptom in symptoms_of_it)
     assert at - 1 <= found.findings[0].step <= at + 10

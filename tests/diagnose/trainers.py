@@ -21,7 +21,8 @@ class Trainer:
     """How a trainer logs."""
 
     name: str  # as `diagnose` reports it
-    keys: dict[str, tuple[str, ...]]  # quantity -> keys among which its value is divided equally; "1-key": one minus it
+    # quantity -> keys among which its value is divided equally; "1-key": one minus it
+    keys: dict[str, tuple[str, ...]]
     others: dict[str, float]  # keys beside them that no quantity uses, with a value
     write: Callable[[Rows, Path], Path]  # from the rows (with `step`) to the file or folder
 
@@ -32,7 +33,9 @@ class Trainer:
             row = {"step": int(str(step)), **self.others}
             for name, keys in self.keys.items():
                 for key in keys:
-                    row[key.removeprefix("1-")] = 1 - values[name] if key.startswith("1-") else values[name] / len(keys)
+                    row[key.removeprefix("1-")] = (
+                        1 - values[name] if key.startswith("1-") else values[name] / len(keys)
+                    )
             made.append(row)
         return made
 
@@ -66,7 +69,9 @@ def healthy(steps: int = 200, seed: int = 0, rate: float = 40.0) -> pd.DataFrame
 def write(rows: Rows, folder: Path) -> Path:
     """Rows as the trainer_state.json of transformers' trainers."""
     file = folder / "trainer_state.json"
-    file.write_text(json.dumps({"best_metric": None, "global_step": rows[-1]["step"], "log_history": rows}))
+    file.write_text(
+        json.dumps({"best_metric": None, "global_step": rows[-1]["step"], "log_history": rows})
+    )
     return file
 
 
@@ -81,10 +86,15 @@ _NAMES = {
 
 def run(steps: int = 120, at: int = 61, seed: int = 0) -> pd.DataFrame:
     """Canonical quantities of a healthy run whose reward collapses at step `at`; index: the step."""
-    rng, frame = np.random.default_rng(seed), healthy(steps, seed).set_index("step").rename(columns=_NAMES)
+    rng, frame = (
+        np.random.default_rng(seed),
+        healthy(steps, seed).set_index("step").rename(columns=_NAMES),
+    )
     clipped = frame.pop("clip_ratio/low_mean") + frame.pop("clip_ratio/high_mean")
     frame = frame.assign(
-        clipped=clipped, mismatch_kl=0.001 + rng.uniform(0, 0.001, steps), loss=rng.normal(0, 0.01, steps)
+        clipped=clipped,
+        mismatch_kl=0.001 + rng.uniform(0, 0.001, steps),
+        loss=rng.normal(0, 0.01, steps),
     )
     frame.loc[at:, "reward"] = 0.05 + np.abs(rng.normal(0, 0.02, steps - at + 1))
     return frame
@@ -93,8 +103,12 @@ def run(steps: int = 120, at: int = 61, seed: int = 0) -> pd.DataFrame:
 def _state(rows: Rows, folder: Path) -> Path:
     """trainer_state.json with an evaluation and the summary of the end, as transformers writes it."""
     history = [{"epoch": row["step"] / 100, **row} for row in rows]
-    history.insert(20, {"epoch": 0.2, "eval_loss": 0.1, "eval_runtime": 3.2, "step": rows[19]["step"]})
-    history.append({"epoch": 1.2, "step": rows[-1]["step"], "train_loss": 0.01, "train_runtime": 640.0})
+    history.insert(
+        20, {"epoch": 0.2, "eval_loss": 0.1, "eval_runtime": 3.2, "step": rows[19]["step"]}
+    )
+    history.append(
+        {"epoch": 1.2, "step": rows[-1]["step"], "train_loss": 0.01, "train_runtime": 640.0}
+    )
     return write(history, folder)
 
 
@@ -105,7 +119,9 @@ def _lines(rows: list[dict], file: Path) -> Path:
 
 def _nested(rows: Rows, folder: Path) -> Path:
     """verl's file logger; what a validation adds stands in the same row."""
-    made = [{"step": row["step"], "data": {k: v for k, v in row.items() if k != "step"}} for row in rows]
+    made = [
+        {"step": row["step"], "data": {k: v for k, v in row.items() if k != "step"}} for row in rows
+    ]
     made[9]["data"]["val-core/gsm8k/acc/mean@1"] = 0.5  # type: ignore[index]
     return _lines(made, folder / "experiment.jsonl")
 
@@ -117,7 +133,10 @@ def _prime(rows: Rows, folder: Path) -> Path:
     for row in rows:
         ours = {k: v for k, v in row.items() if k.startswith(trainers)}
         theirs = {k: v for k, v in row.items() if k not in ours and k != "step"}
-        made += [{"step": row["step"], "time": 1.7e9, **ours}, {"step": row["step"], "time": 1.7e9, **theirs}]
+        made += [
+            {"step": row["step"], "time": 1.7e9, **ours},
+            {"step": row["step"], "time": 1.7e9, **theirs},
+        ]
     return _lines(made, folder / "metrics.jsonl")
 
 
@@ -157,7 +176,9 @@ def _expanded(expression: str) -> tuple[str, ...]:
     """Keys that an expression of quantities.yaml fits."""
     text = expression.replace("[^/]+", "main").replace("(?:/mean)?", "")
     choice = re.search(r"\(\?:([^)]*)\)", text)
-    return tuple(text.replace(choice[0], part) for part in choice[1].split("|")) if choice else (text,)
+    return (
+        tuple(text.replace(choice[0], part) for part in choice[1].split("|")) if choice else (text,)
+    )
 
 
 def keys(trainer: str) -> dict[str, tuple[str, ...]]:
@@ -167,17 +188,32 @@ def keys(trainer: str) -> dict[str, tuple[str, ...]]:
 
 
 _TRL = keys("TRL")
-_TRL_OTHERS = {"num_tokens": 29865.0, "completions/max_length": 512.0, "rewards/accuracy_reward/mean": 0.3}
+_TRL_OTHERS = {
+    "num_tokens": 29865.0,
+    "completions/max_length": 512.0,
+    "rewards/accuracy_reward/mean": 0.3,
+}
 _TRL_OTHERS |= {"clip_ratio/high_max": 0.0, "step_time": 9.1}
 _CHART = {name: tuple(f"train/{key}" for key in written) for name, written in _TRL.items()}
 _OWN = {"reward": ("reward",), "grad_norm": ("opt/grad_norm",), "entropy": ("entropy",)}
 _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "TRL": (_TRL_OTHERS, _state),
     "HF Trainer": ({"mean_token_accuracy": 0.7}, _state),
-    "verl": ({"actor/ppo_kl": 0.9, "actor/pg_clipfrac_lower": 0.0, "training/rollout_probs_diff_mean": 0.01}, _nested),
+    "verl": (
+        {
+            "actor/ppo_kl": 0.9,
+            "actor/pg_clipfrac_lower": 0.0,
+            "training/rollout_probs_diff_mean": 0.01,
+        },
+        _nested,
+    ),
     "prime-rl": ({"mismatch_kl/all/max": 3.0, "train/agg/effective/main/reward/mean": 0.9}, _prime),
     "Tinker": (
-        {"optim/kl_sample_train_v1": -0.2, "env/all/by_group/frac_mixed": 0.7, "progress/batch": 3.0},
+        {
+            "optim/kl_sample_train_v1": -0.2,
+            "env/all/by_group/frac_mixed": 0.7,
+            "progress/batch": 3.0,
+        },
         lambda rows, folder: _lines(rows, folder / "metrics.jsonl"),
     ),
     "OpenRLHF": ({"train/return": 0.3, "perf/gen_time": 12.0}, _tensorboard),
@@ -185,13 +221,18 @@ _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "NeMo-RL": ({"train/token_mult_prob_error": 1.01, "train/probs_ratio_max": 9.0}, _tensorboard),
     "SkyRL": ({"reward/avg_pass_at_8": 0.5, "timing/step": 30.0}, _csv),
     "open-instruct": ({"val/ratio": 1.0, "time/total": 50.0}, _wandb),
-    "AReaL": ({"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0}, _tensorboard),
+    "AReaL": (
+        {"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0},
+        _tensorboard,
+    ),
 }
 """Trainer -> keys of another meaning that it writes too, and its file."""
 
 TRAINERS: dict[str, Trainer] = {
     **{name: Trainer(name, keys(name), *written) for name, written in _WRITTEN.items()},
     "TRL, W&B chart": Trainer("TRL", _CHART, {"train/num_tokens": 9.0}, _wandb),
-    "TRL, ms-swift": Trainer("TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift),
+    "TRL, ms-swift": Trainer(
+        "TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift
+    ),
     "own keys": Trainer("", _OWN, {"speed": 3.0}, _csv),
 }

@@ -51,7 +51,11 @@ def vowels(count: int = 10) -> tuple[dict[str, list[Example]], Any]:
 
     def examples(first: int, split: str) -> list[Example]:
         return [
-            Example(f"say {'a' * (index % 5 + 1)} {index}:", str(index), {"id": f"{split}{index}", "level": index % 2})
+            Example(
+                f"say {'a' * (index % 5 + 1)} {index}:",
+                str(index),
+                {"id": f"{split}{index}", "level": index % 2},
+            )
             for index in range(first, first + count)
         ]
 
@@ -81,11 +85,15 @@ def byte_tokenizer(texts: list[str]) -> Any:
         shipped.backend_tokenizer.decoder,
     )
     alphabet = sorted(ByteLevel.alphabet())
-    trainer = BpeTrainer(vocab_size=278, special_tokens=tokens[:2], initial_alphabet=alphabet, show_progress=False)
+    trainer = BpeTrainer(
+        vocab_size=278, special_tokens=tokens[:2], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in tags])
     names = {"pad_token": tokens[0], "eos_token": tokens[1], "clean_up_tokenization_spaces": False}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=2048, padding_side="left", **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, model_max_length=2048, padding_side="left", **names
+    )
 
 
 def tiny_policy(folder: Path, layers: int = 1, width: int = 16, feed_forward: int = 24) -> Path:
@@ -133,7 +141,9 @@ def tables(run_dir: Path) -> dict[str, pd.DataFrame]:
     """The tables of a run without their timing columns."""
     run = load_run(run_dir)
     frames = {name: run.tokens() if name == "tokens" else getattr(run, name) for name in TABLES}
-    return {name: f.drop(columns=timing_columns(name)) for name, f in frames.items() if f is not None}
+    return {
+        name: f.drop(columns=timing_columns(name)) for name, f in frames.items() if f is not None
+    }
 
 
 def assert_same(one: Path, two: Path) -> None:

@@ -30,7 +30,9 @@ print(outcome.status, outcome.reason)
 def child(policy: Path, run: Path, limit: int = 0) -> subprocess.Popen:
     root = Path(__file__).resolve().parents[2]
     arguments = [sys.executable, "-c", CHILD, str(policy), str(run), str(limit)]
-    return subprocess.Popen(arguments, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.PIPE)
+    return subprocess.Popen(
+        arguments, cwd=root, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.PIPE
+    )
 
 
 def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_path):
@@ -38,7 +40,11 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_p
     run = tmp_path / "run"
     process = child(policy, run)
     limit = time.monotonic() + 600
-    while not list((run / "traces" / "steps").glob("part-*")) and time.monotonic() < limit and process.poll() is None:
+    while (
+        not list((run / "traces" / "steps").glob("part-*"))
+        and time.monotonic() < limit
+        and process.poll() is None
+    ):
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -49,7 +55,9 @@ def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(uninterrupted, tmp_p
     assert_same(whole, run)
 
 
-def test_a_disk_that_refuses_a_write_ends_the_run_with_a_line_that_says_how_to_go_on(uninterrupted, tmp_path):
+def test_a_disk_that_refuses_a_write_ends_the_run_with_a_line_that_says_how_to_go_on(
+    uninterrupted, tmp_path
+):
     policy, whole = uninterrupted
     run = tmp_path / "run"
     largest = max(path.stat().st_size for path in (whole / "checkpoints").rglob("*.safetensors"))

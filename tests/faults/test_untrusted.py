@@ -45,16 +45,36 @@ def hostile_run(uninterrupted, tmp_path_factory):
     with TraceWriter(run_dir) as writer:
         writer.append("rollouts", columns(rollouts))
         writer.append("eval", columns(kept["eval"].assign(split=HTML + TERMINAL, level=MARK)))
-        event = {"step": 1, "rule": MARK, "severity": "warning", "value": 1.0, "threshold": 0.0, "action": "warn"}
-        writer.append("events", {name: [value] for name, value in event.items()} | {"message": [HOSTILE]})
+        event = {
+            "step": 1,
+            "rule": MARK,
+            "severity": "warning",
+            "value": 1.0,
+            "threshold": 0.0,
+            "action": "warn",
+        }
+        writer.append(
+            "events", {name: [value] for name, value in event.items()} | {"message": [HOSTILE]}
+        )
     config = run.info["config"] | {"policy": run.info["config"]["policy"] | {"model": HOSTILE}}
-    update_run_info(run_dir, name=HOSTILE, method=HOSTILE, task=HOSTILE, device=HOSTILE, end=HOSTILE, config=config)
+    update_run_info(
+        run_dir,
+        name=HOSTILE,
+        method=HOSTILE,
+        task=HOSTILE,
+        device=HOSTILE,
+        end=HOSTILE,
+        config=config,
+    )
     return run_dir
 
 
 def columns(frame: pd.DataFrame) -> dict[str, list]:
     return {
-        name: [json.loads(v) if name == "reward_parts" else None if pd.isna(v) else v for v in frame[name]]
+        name: [
+            json.loads(v) if name == "reward_parts" else None if pd.isna(v) else v
+            for v in frame[name]
+        ]
         for name in frame
     }
 
@@ -62,7 +82,12 @@ def columns(frame: pd.DataFrame) -> dict[str, list]:
 def call(arguments: list[str], folder: Path) -> tuple[str, str]:
     """What a command that succeeds in `folder` writes, to stdout and to stderr."""
     out, err = io.StringIO(), io.StringIO()
-    with chdir(folder), redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+    with (
+        chdir(folder),
+        redirect_stdout(out),
+        redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
         main(arguments)
     assert ended.value.code in (None, 0), err.getvalue()
     return out.getvalue(), err.getvalue()
@@ -70,7 +95,10 @@ def call(arguments: list[str], folder: Path) -> tuple[str, str]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """Every file below a folder and what it holds; folders as empty."""
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+    }
 
 
 def harmless(text: str) -> None:
@@ -88,7 +116,9 @@ def harmless(text: str) -> None:
     ],
 )
 def test_a_terminal_shows_it_and_obeys_nothing(hostile_run, monkeypatch, arguments, shown):
-    monkeypatch.setattr("sharpscope.analysis.headline.piece_maker", lambda run: lambda ids: [HOSTILE] * len(ids))
+    monkeypatch.setattr(
+        "sharpscope.analysis.headline.piece_maker", lambda run: lambda ids: [HOSTILE] * len(ids)
+    )
     monkeypatch.setenv("COLUMNS", "4000")
     before = contents(hostile_run.parent)
     called = call(arguments, hostile_run.parent)
@@ -125,7 +155,9 @@ def test_reports_hold_it_escaped_and_files_have_plain_names(hostile_run, tmp_pat
         if path.suffix in (".html", ".svg"):
             elements = Elements()
             elements.feed(text)
-            assert not [tag for tag, attrs in elements.found if any(name.startswith("on") for name in attrs)], path.name
+            assert not [
+                tag for tag, attrs in elements.found if any(name.startswith("on") for name in attrs)
+            ], path.name
             assert "<script>alert(1)" not in text and "<img src=x" not in text, path.name
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sharpscope.config import ForkSpec, build_config
-from sharpscope.config.methods import parse_method
 from sharpscope.forks.experiment import Measure
 from sharpscope.forks.start import Start
+from sharpscope.methods.named import parse_method
 from sharpscope.training import train
 from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
@@ -18,8 +18,18 @@ SMALL = {"prompts": 3, "batches": 2}
 @pytest.fixture(scope="package")
 def trained(tiny_policy, tmp_path_factory):
     """Configuration of a run of six steps with all of its checkpoints."""
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("runs") / "run")}
-    changes = {"steps": 6, "checkpoint.every": 1, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
+    values = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(tmp_path_factory.mktemp("runs") / "run"),
+    }
+    changes = {
+        "steps": 6,
+        "checkpoint.every": 1,
+        "checkpoint.keep_last": 9,
+        "evaluation.every": 0,
+        "seed": 3,
+    }
     changes |= {
         "method": "grpo-sg",
         "method.weight.preset": "calibrated",

@@ -15,13 +15,13 @@ import sharpscope
 from sharpscope.analysis import analyze
 from sharpscope.cli import main
 from sharpscope.config import ForkSpec, build_config
-from sharpscope.config.methods import parse_method
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
 from sharpscope.forks import experiment
 from sharpscope.forks import start as start_module
 from sharpscope.forks.experiment import FixedRollouts, Measure, matching_scale
 from sharpscope.forks.start import Snapshot, Start
+from sharpscope.methods.named import parse_method
 from sharpscope.policy import Rollouts, render_prompts
 from sharpscope.policy.forward import Scorer
 from sharpscope.traces import RunLock
@@ -41,7 +41,9 @@ def state_of(start: Start) -> list[torch.Tensor]:
     """Everything that a snapshot must restore, as tensors."""
     found = [*start.policy.model.state_dict().values()]
     for parameter in start.snapshot.parameters:
-        found += [torch.as_tensor(value) for value in start.optimizer.state.get(parameter, {}).values()]
+        found += [
+            torch.as_tensor(value) for value in start.optimizer.state.get(parameter, {}).values()
+        ]
     return copy.deepcopy(found)
 
 
@@ -66,7 +68,9 @@ def test_restoring_is_bitwise(trained, step):
     start.snapshot.restore()
     assert equal(state_of(start), before)
     assert [group["lr"] for group in start.optimizer.param_groups] == lr
-    assert not start.policy.model.training and all(p.grad is None for p in start.policy.model.parameters())
+    assert not start.policy.model.training and all(
+        p.grad is None for p in start.policy.model.parameters()
+    )
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -74,7 +78,9 @@ def test_an_optimizer_without_a_state_is_warmed_up_at_the_same_weights(trained):
     """AdamW's moments after two steps at a learning rate of 0 are the averages of their gradients; the weights do not move."""
     cold, warm = (start_of(trained, warm_up=steps) for steps in (0, 2))
     assert (cold.warmed, warm.warmed) == (0, 2) and not cold.optimizer.state
-    for one, other in zip(cold.policy.model.parameters(), warm.policy.model.parameters(), strict=True):
+    for one, other in zip(
+        cold.policy.model.parameters(), warm.policy.model.parameters(), strict=True
+    ):
         assert torch.equal(one, other)
     steps = {int(state["step"]) for state in warm.optimizer.state.values()}
     assert steps == {2 * trained.update.mini_batches}
@@ -103,13 +109,20 @@ def test_weights_are_calibrated_on_the_first_batch_with_a_gradient(trained, monk
     for patched in (second, idle, never):
         monkeypatch.setattr(Start, "rollouts", patched)
         weights.append(start_of(trained, sg=arm).methods["sg"].weight)
-    assert weights[0].kind == "sigmoid" and weights[1] == weights[0] and weights[2].kind == "uniform"
+    assert (
+        weights[0].kind == "sigmoid" and weights[1] == weights[0] and weights[2].kind == "uniform"
+    )
 
 
 def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
     pytest.importorskip("peft")
     config = build_config(
-        values={**TOY, "policy.model": str(tiny_policy), "policy.lora": {"r": 2, "alpha": 4}, "method.kl.coef": 0.01}
+        values={
+            **TOY,
+            "policy.model": str(tiny_policy),
+            "policy.lora": {"r": 2, "alpha": 4},
+            "method.kl.coef": 0.01,
+        }
     )
     start = start_of(config)
     before = state_of(start)
@@ -128,7 +141,8 @@ def test_adapters_are_forked_and_nothing_else_moves(tiny_policy, tmp_path):
 def test_one_arm_equals_the_run_to_the_last_bit(trained, step, updates):
     start = start_of(trained, step, warm_up=0)
     start.advance(updates - 1, lambda text: None)
-    Measure(start, ForkSpec(**SMALL), None).fixed("heldout", 0)  # measuring must not change what the arm does
+    # measuring must not change what the arm does
+    Measure(start, ForkSpec(**SMALL), None).fixed("heldout", 0)
     start.update("own", 0)
     folder = checkpoint_dir(trained.run_dir, step + updates)
     saved, moments = load_file(folder / "model.safetensors"), load_file(folder / OPTIMIZER)
@@ -145,7 +159,10 @@ def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(train
 
     def values(names):
         start = start_of(trained, 2, **{name: arm_method(arms[name], trained) for name in names})
-        return {(row["arm"], row["comparison"], row["outcome"]): row["value"] for row in rows_of(start, spec, 1)}
+        return {
+            (row["arm"], row["comparison"], row["outcome"]): row["value"]
+            for row in rows_of(start, spec, 1)
+        }
 
     found = values("abc")
     names = {key[1:] for key in found}
@@ -165,7 +182,9 @@ def test_rows_that_cannot_be_believed_are_not_valid(trained, monkeypatch):
         for row in rows_of(start, spec):
             doubtful = row["outcome"].endswith("_failure") or row["outcome"] == "sam_sharpness"
             assert row["valid"] == (share < 1 or not doubtful)
-    monkeypatch.setattr(experiment, "matching_scale", lambda divergence, *_: (divergence(0.5) and 0.5, False))
+    monkeypatch.setattr(
+        experiment, "matching_scale", lambda divergence, *_: (divergence(0.5) and 0.5, False)
+    )
     rows = [row for row in rows_of(start) if row["comparison"] == "kl" and row["arm"] == "ar"]
     assert not any(row["valid"] for row in rows)
 
@@ -177,14 +196,20 @@ def test_matched_comparisons_match(trained):
     for row in rows:
         assert row["scale"] == 1.0 or row["comparison"] != "step"
         if row["comparison"] == "kl":
-            assert value[row["arm"], "kl", "kl"] == pytest.approx(value["grpo", "step", "kl"], rel=0.01)
+            assert value[row["arm"], "kl", "kl"] == pytest.approx(
+                value["grpo", "step", "kl"], rel=0.01
+            )
 
 
 def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "set_threads", lambda *_: 7)
     options = {"methods": ["grpo"], "prompts": 2, "batches": 1}
     small = ["rollout.prompts_per_step=2", "rollout.group_size=2", "rollout.max_new_tokens=6"]
-    options |= {"model": str(tiny_policy), "task": "tests.toy_task:vowels", "out": tmp_path / "forks"}
+    options |= {
+        "model": str(tiny_policy),
+        "task": "tests.toy_task:vowels",
+        "out": tmp_path / "forks",
+    }
     run = sharpscope.fork(overrides=small, **options)
     assert run.status == "finished" and run.info["threads"] == 7
     assert len(run.steps) == 0 and set(run.forks["step"]) == {0}
@@ -195,7 +220,16 @@ def test_a_model_without_a_run_gets_a_folder_of_its_own(tiny_policy, tmp_path, m
 def test_the_command_keeps_what_a_stopped_fork_has_measured_and_the_report_has_a_section(
     trained, tmp_path, monkeypatch, capsys, quick
 ):
-    options = ["fork", str(trained.run_dir), "--checkpoint", "2", "--methods", "grpo,<b>=ar", "--batches", "3"]
+    options = [
+        "fork",
+        str(trained.run_dir),
+        "--checkpoint",
+        "2",
+        "--methods",
+        "grpo,<b>=ar",
+        "--batches",
+        "3",
+    ]
     options += ["--set", "fork.prompts=3", "--set", "optimizer.lr=0.001", "--outcomes", "failure"]
     call([*options, "--out", str(tmp_path / "whole")])
     shown = capsys.readouterr()
@@ -216,7 +250,10 @@ def test_the_command_keeps_what_a_stopped_fork_has_measured_and_the_report_has_a
     for _ in range(2):
         call([*options, "--out", str(tmp_path / "stopped")])
     assert "all 3 batches are there" in capsys.readouterr().err
-    one, two = (sharpscope.load_run(tmp_path / name).forks.drop(columns="seconds") for name in ("whole", "stopped"))
+    one, two = (
+        sharpscope.load_run(tmp_path / name).forks.drop(columns="seconds")
+        for name in ("whole", "stopped")
+    )
     pd.testing.assert_frame_equal(one, two, check_exact=True)
     assert set(one["outcome"]) >= {"heldout_failure", "kl", "update_norm"}
     page = analyze(tmp_path / "whole", tmp_path / "report").page.read_text()
@@ -250,7 +287,12 @@ def test_several_processes_and_a_run_that_is_written_are_refused(trained, monkey
 
 
 def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained, tmp_path):
-    options = {"checkpoint": [2], "methods": ["grpo", "ar"], "prompts": 3, "out": tmp_path / "forks"}
+    options = {
+        "checkpoint": [2],
+        "methods": ["grpo", "ar"],
+        "prompts": 3,
+        "out": tmp_path / "forks",
+    }
     once = sharpscope.fork(trained.run_dir, batches=1, **options).forks
     more = sharpscope.fork(trained.run_dir, batches=2, **options).forks
     assert len(more) == 2 * len(once)
@@ -270,7 +312,12 @@ def test_a_repeated_call_adds_what_is_missing_and_reads_the_same(trained, tmp_pa
 
 @pytest.mark.parametrize("start", [1e-3, 1.0, 50.0])
 @pytest.mark.parametrize(
-    "divergence", [lambda s: s**2 / (1 + s), lambda s: math.expm1(s) - s, lambda s: math.inf if s > 3 else s**4 + s**2]
+    "divergence",
+    [
+        lambda s: s**2 / (1 + s),
+        lambda s: math.expm1(s) - s,
+        lambda s: math.inf if s > 3 else s**4 + s**2,
+    ],
 )
 def test_a_divergence_is_matched_from_any_start(divergence, start):
     for target in (1e-3, 0.3, 2.0):
@@ -324,8 +371,13 @@ def test_on_an_enumerated_bandit_every_outcome_is_exact(bandit):
     scorer, rollouts, success = bandit
     fixed = FixedRollouts(rollouts, success, scorer.statistics(rollouts))
     before = exact(scorer, rollouts, success)
-    slope = torch.autograd.grad(before["failure"], list(scorer.model.parameters()), allow_unused=True)
-    slope = [torch.zeros_like(p) if g is None else g for g, p in zip(slope, scorer.model.parameters(), strict=True)]
+    slope = torch.autograd.grad(
+        before["failure"], list(scorer.model.parameters()), allow_unused=True
+    )
+    slope = [
+        torch.zeros_like(p) if g is None else g
+        for g, p in zip(slope, scorer.model.parameters(), strict=True)
+    ]
     optimizer = torch.optim.AdamW(scorer.model.parameters(), lr=0.05)
     snapshot = Snapshot(scorer.model, optimizer)
     optimizer.zero_grad()
@@ -347,14 +399,17 @@ def test_on_an_enumerated_bandit_every_outcome_is_exact(bandit):
         weight = (stats.logp.double()[:, 0] + math.log(WORDS)).exp()
         share = float(weight.sum() ** 2 / weight.square().sum() / len(weight))
         assert reading.effective_share == pytest.approx(share, rel=1e-10)
-    change = (now["failure"] - before["failure"]).item()  # at the smallest scale the linear prediction is all there is
+    # at the smallest scale the linear prediction is all there is
+    change = (now["failure"] - before["failure"]).item()
     along = sum(float((a.double() * b.double()).sum()) for a, b in zip(slope, step, strict=True))
     assert 1e-5 * along == pytest.approx(change, rel=1e-3)
 
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
-    config = toy_config(optimizer__lr=1e-3, task__factory="tests.toy_task:even_start", policy__dtype="float64")
+    config = toy_config(
+        optimizer__lr=1e-3, task__factory="tests.toy_task:even_start", policy__dtype="float64"
+    )
     spec = ForkSpec(prompts=3, samples=2, batches=1, rho=0.02, outcomes=("failure", "sharpness"))
     start = Start(config, {"grpo": config.method}, None)
     measure = Measure(start, spec, spec.rho)
@@ -366,8 +421,14 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
     def logp() -> torch.Tensor:
         ids, width = rows.input_ids, rows.completion_ids.shape[1]
         position = (rows.attention_mask.cumsum(1) - 1).clamp(min=0)
-        logits = start.policy.model(input_ids=ids, attention_mask=rows.attention_mask, position_ids=position).logits
-        every = logits[:, -width - 1 : -1].log_softmax(-1).gather(2, rows.completion_ids[..., None])[..., 0]
+        logits = start.policy.model(
+            input_ids=ids, attention_mask=rows.attention_mask, position_ids=position
+        ).logits
+        every = (
+            logits[:, -width - 1 : -1]
+            .log_softmax(-1)
+            .gather(2, rows.completion_ids[..., None])[..., 0]
+        )
         return torch.where(mask, every, 0.0)
 
     anchor = fixed.start.logp
@@ -388,11 +449,17 @@ def test_sharpness_equals_that_of_the_loss_written_out(toy_config, moved):
     found = measure.sharpness(fixed, start.scorer.statistics(rows))
     assert found["saturation"].value == pytest.approx(rise.item() / (1 - before.item()), rel=1e-5)
     assert found["sam_sharpness"].value == pytest.approx(rise.item(), rel=1e-5)
-    assert [torch.equal(p, value) for p, value in zip(parameters, kept, strict=True)] == [True] * len(kept)
+    assert [torch.equal(p, value) for p, value in zip(parameters, kept, strict=True)] == [
+        True
+    ] * len(kept)
 
 
 def test_greedy_accuracy_is_that_of_the_most_likely_tokens_at_each_scale(toy_config):
-    changes = {"task__factory": "tests.toy_task:even_start", "rollout__max_new_tokens": 2, "policy__dtype": "float64"}
+    changes = {
+        "task__factory": "tests.toy_task:even_start",
+        "rollout__max_new_tokens": 2,
+        "policy__dtype": "float64",
+    }
     config = toy_config(optimizer__lr=2e-2, **changes)
     spec = ForkSpec(prompts=10, samples=2, batches=1, outcomes=("greedy",))
     start = Start(config, {name: parse_method(name) for name in ("grpo", "lopti")}, None, warm_up=4)
@@ -402,12 +469,18 @@ def test_greedy_accuracy_is_that_of_the_most_likely_tokens_at_each_scale(toy_con
     @torch.no_grad()
     def accuracy() -> float:
         right = 0
-        for example, prompt in zip(measure.asked(0), render_prompts(measure.asked(0), start.policy), strict=True):
+        for example, prompt in zip(
+            measure.asked(0), render_prompts(measure.asked(0), start.policy), strict=True
+        ):
             drawn: list[int] = []
             while len(drawn) < 2 and not set(drawn) & set(start.policy.eos_ids):
-                logits = start.policy.model(input_ids=torch.tensor([[*prompt, *drawn]])).logits[0, -1]
+                logits = start.policy.model(input_ids=torch.tensor([[*prompt, *drawn]])).logits[
+                    0, -1
+                ]
                 drawn.append(int(logits.argmax()))
-            right += start.task.score(example, start.policy.tokenizer.decode(drawn, skip_special_tokens=True)).correct
+            right += start.task.score(
+                example, start.policy.tokenizer.decode(drawn, skip_special_tokens=True)
+            ).correct
         return right / spec.prompts
 
     start.restore()
@@ -420,8 +493,14 @@ def test_greedy_accuracy_is_that_of_the_most_likely_tokens_at_each_scale(toy_con
     assert len(found) == 4 and values != {before}
 
 
-def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standard_error(toy_config):
-    changes = {"task__factory": "tests.toy_task:even_start", "rollout__max_new_tokens": 1, "policy__dtype": "float64"}
+def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standard_error(
+    toy_config,
+):
+    changes = {
+        "task__factory": "tests.toy_task:even_start",
+        "rollout__max_new_tokens": 1,
+        "policy__dtype": "float64",
+    }
     config = toy_config(optimizer__lr=3e-3, **changes)
     spec = ForkSpec(prompts=10, samples=12, batches=1)  # all held-out prompts in every batch
     start = Start(config, {"grpo": config.method}, None, warm_up=4)
@@ -435,8 +514,15 @@ def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standa
         texts = start.policy.tokenizer.batch_decode(words, skip_special_tokens=True)
         for example, prompt in zip(examples, render_prompts(examples, start.policy), strict=True):
             with torch.no_grad():
-                p = start.policy.model(input_ids=torch.tensor([prompt])).logits[0, -1].double().softmax(0)
-            failed = torch.tensor([not task.score(example, text).correct for text in texts], dtype=torch.float64)
+                p = (
+                    start.policy.model(input_ids=torch.tensor([prompt]))
+                    .logits[0, -1]
+                    .double()
+                    .softmax(0)
+                )
+            failed = torch.tensor(
+                [not task.score(example, text).correct for text in texts], dtype=torch.float64
+            )
             total += float(p @ failed)
         return total / len(examples)
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.config import build_config
-from sharpscope.config.method import CurvatureTokens
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
 from sharpscope.forks.rotating import _Start, weight_curves
 from sharpscope.forks.start import as_recorded
-from sharpscope.objective import named_method
+from sharpscope.methods import named_method
+from sharpscope.methods.method import CurvatureTokens
 from sharpscope.training import train
 from sharpscope.training.learner import Learner
 from tests.conftest import TOY
@@ -30,7 +30,9 @@ from tests.conftest import TOY
 def start_of(tiny_policy, name="grpo"):
     """A measuring start with warm moments in float64, its batch and the batch's statistics."""
     values = {**TOY, "policy.model": str(tiny_policy), "policy.dtype": "float64"}
-    start = _Start(build_config(values=values), {name: named_method(name)}, None, measure=True, warm_up=2)
+    start = _Start(
+        build_config(values=values), {name: named_method(name)}, None, measure=True, warm_up=2
+    )
     batch = start.draw()
     return start, batch, start.scorer.statistics(batch.rollouts)
 
@@ -43,35 +45,69 @@ FRESH = [f"{path}={value}" for path, value in TOY.items() if not path.startswith
 def folder(tiny_policy, tmp_path_factory):
     """A run whose rotation is recorded at every step, with a checkpoint after each."""
     out = tmp_path_factory.mktemp("rotated")
-    values = {"method": "grpo-sg", "method.weight.preset": "calibrated", "checkpoint.every": 1, "evaluation.every": 0}
-    values |= {"recording.rotation_every": 1, "recording.token_gradients_every": 0, "checkpoint.keep_last": 5}
-    train(build_config(values={**TOY, "policy.model": str(tiny_policy), "out": str(out / "run")} | values))
+    values = {
+        "method": "grpo-sg",
+        "method.weight.preset": "calibrated",
+        "checkpoint.every": 1,
+        "evaluation.every": 0,
+    }
+    values |= {
+        "recording.rotation_every": 1,
+        "recording.token_gradients_every": 0,
+        "checkpoint.keep_last": 5,
+    }
+    train(
+        build_config(
+            values={**TOY, "policy.model": str(tiny_policy), "out": str(out / "run")} | values
+        )
+    )
     return out / "run"
 
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
-    found = rotate(["own=grpo-sg+weight.preset=calibrated", "grpo"], run=folder, checkpoint=step - 1)
+    found = rotate(
+        ["own=grpo-sg+weight.preset=calibrated", "grpo"], run=folder, checkpoint=step - 1
+    )
     traced = sharpscope.load_run(folder).steps.set_index("step").loc[step]
     own = found.table.set_index("method").loc["own"]
     columns = [*ANGLES, "weight_mean", "weight_mean_gradient", "weight_saturation_high_gradient"]
     np.testing.assert_allclose(own[columns].astype(float), traced[columns].astype(float), rtol=1e-3)
-    assert own["gradient_rotation"] > 0.1 and own["rotation_bound"] == pytest.approx(9.594, abs=1e-3)
+    assert own["gradient_rotation"] > 0.1 and own["rotation_bound"] == pytest.approx(
+        9.594, abs=1e-3
+    )
     assert found.noise == pytest.approx(traced["noise_rotation"], abs=0.01)
     assert as_recorded(folder, step, ["another"]) is False and as_recorded(folder, 9, []) is None
-    assert found.batch["step"] == step and found.batch["recorded"] is True and found.batch["tokens"] == traced["tokens"]
+    assert (
+        found.batch["step"] == step
+        and found.batch["recorded"] is True
+        and found.batch["tokens"] == traced["tokens"]
+    )
 
 
-def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_each(tiny_policy, monkeypatch):
+def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_each(
+    tiny_policy, monkeypatch
+):
     names = ["grpo", "gspo", "dapo", "cispo", "bnpo", "grpo-sg", "ar", "high-entropy", "grpo-sam"]
     names += ["bonus=grpo+entropy=0.001"]
     made = []
     compare = Learner.compare
     monkeypatch.setattr(
-        Learner, "compare", lambda self, *a, **k: made.append(k["method"].name) or compare(self, *a, **k)
+        Learner,
+        "compare",
+        lambda self, *a, **k: made.append(k["method"].name) or compare(self, *a, **k),
     )
     shared = rotate(names, model=str(tiny_policy), overrides=FRESH).table
-    assert sorted(made) == ["ar", "cispo", "dapo", "grpo", "grpo", "grpo-sam", "grpo-sg", "high-entropy"]
+    assert sorted(made) == [
+        "ar",
+        "cispo",
+        "dapo",
+        "grpo",
+        "grpo",
+        "grpo-sam",
+        "grpo-sg",
+        "high-entropy",
+    ]
     monkeypatch.setattr("sharpscope.forks.rotating.same_at_one_update", lambda method: None)
     each = rotate(names, model=str(tiny_policy), overrides=FRESH).table
     np.testing.assert_allclose(shared[ANGLES], each[ANGLES], rtol=1e-3, atol=0.05)
@@ -87,19 +123,26 @@ def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
     found = start.measured("grpo", batch, stats)[0]
     for parameter, kept in zip(start.policy.model.parameters(), before, strict=True):
         assert torch.equal(parameter, kept) and parameter.grad is None
-    own = start.learner(start.methods["grpo"]).curvature(batch.rollouts, advantage, CurvatureTokens())[..., 1]
+    own = start.learner(start.methods["grpo"]).curvature(
+        batch.rollouts, advantage, CurvatureTokens()
+    )[..., 1]
     start.learner(start.methods["grpo"]).learn(
         batch.rollouts, advantage, start.seed_step, 0.0, method=start.methods["grpo"], stats=stats
     )
     after = start.scorer.statistics(batch.rollouts)
     mask = batch.rollouts.completion_mask.bool()
     peak = stats.logp.exp() >= stats.collision
-    change, coefficient = after.entropy - stats.entropy, -advantage[:, None] / mask.sum(1, keepdim=True) / len(mask)
+    change, coefficient = (
+        after.entropy - stats.entropy,
+        -advantage[:, None] / mask.sum(1, keepdim=True) / len(mask),
+    )
     predicted = (coefficient * stats.polarity)[mask]
     for sign, side in (("pos", advantage > 0), ("neg", advantage < 0)):
         for kind, one in (("peak", peak), ("valley", ~peak)):
             chosen = mask & side[:, None] & one
-            assert found[f"entropy_measured_{sign}_{kind}"] == pytest.approx(float(change[chosen].mean()), rel=1e-3)
+            assert found[f"entropy_measured_{sign}_{kind}"] == pytest.approx(
+                float(change[chosen].mean()), rel=1e-3
+            )
             share = float((coefficient * stats.polarity)[chosen].sum() / predicted.abs().sum())
             assert found[f"entropy_predicted_{sign}_{kind}"] == pytest.approx(share, abs=1e-4)
     moving = mask & (advantage != 0)[:, None]
@@ -113,8 +156,15 @@ def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
     start, batch, stats = start_of(tiny_policy, "high-entropy")
     found = start.measured("high-entropy", batch, stats)[0]
     mask = batch.rollouts.completion_mask.bool()
-    mass = batch.advantage.abs()[:, None] / mask.sum(1, keepdim=True).clamp(min=1) * stats.logit_grad_norm * mask
-    kept = mask & (stats.entropy >= stats.entropy[mask].topk(math.ceil(0.2 * int(mask.sum()))).values.min())
+    mass = (
+        batch.advantage.abs()[:, None]
+        / mask.sum(1, keepdim=True).clamp(min=1)
+        * stats.logit_grad_norm
+        * mask
+    )
+    kept = mask & (
+        stats.entropy >= stats.entropy[mask].topk(math.ceil(0.2 * int(mask.sum()))).values.min()
+    )
     assert found["gradient_kept"] == pytest.approx(float(mass[kept].sum() / mass.sum()), rel=1e-5)
     assert 0.05 < found["gradient_kept"] < 0.99
     angle, scale = math.radians(found["update_rotation"]), found["update_scale"]
@@ -126,16 +176,26 @@ def test_all_methods_on_a_fresh_batch(tiny_policy):
     lines = []
     found = rotate(model=str(tiny_policy), overrides=FRESH, on_progress=lines.append)
     table = found.table.set_index("method")
-    assert set(sharpscope.config.method_names()) < set(table.index) and len(lines) == len(table) + 1
-    assert found.batch["recorded"] is None and found.batch["prompts"] == 4 and found.batch["completions"] == 16
+    assert (
+        set(sharpscope.methods.method_names()) < set(table.index) and len(lines) == len(table) + 1
+    )
+    assert (
+        found.batch["recorded"] is None
+        and found.batch["prompts"] == 4
+        and found.batch["completions"] == 16
+    )
     for name in ("grpo", "gspo", "holder", "sapo", "gmpo", "dppo", "dual-clip"):
         if table.loc[name, "problem"] == "" and table.loc[name, "reference"] == "grpo":
             assert table.loc[name, "gradient_rotation"] < 0.01
             assert table.loc[name, "update_scale"] == pytest.approx(1, abs=1e-3)
-    assert table.loc["dr-grpo", "gradient_rotation"] > 0.5 and table.loc["cov-grpo", "gradient_rotation"] > 0.5
+    assert (
+        table.loc["dr-grpo", "gradient_rotation"] > 0.5
+        and table.loc["cov-grpo", "gradient_rotation"] > 0.5
+    )
     assert table.loc["grpo-sg", "gradient_rotation"] <= table.loc["grpo-sg", "rotation_bound"] * 1.5
     failed = table[table["problem"] != ""]
-    assert set(failed.index) <= {"gdpo"} and failed["gradient_rotation"].isna().all()  # the toy task has no parts
+    # the toy task has no parts
+    assert set(failed.index) <= {"gdpo"} and failed["gradient_rotation"].isna().all()
 
 
 def test_the_command_prints_and_writes(tiny_policy, tmp_path):
@@ -144,13 +204,26 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
     command += ["--out", str(tmp_path / "out"), "--plot"]
     result = CliRunner().invoke(app, [*command, *sets], env={"COLUMNS": "220"})
     assert result.exit_code == 0, result.output
-    assert "4 prompts" in result.output and "cispo" in result.output and "Noise of this batch" in result.output
+    assert (
+        "4 prompts" in result.output
+        and "cispo" in result.output
+        and "Noise of this batch" in result.output
+    )
     assert "1/3 grpo-sg" in result.stderr
-    names = ["rotation.csv", "rotation.json", "rotation.png", "rotation.svg", "weights.png", "weights.svg"]
+    names = [
+        "rotation.csv",
+        "rotation.json",
+        "rotation.png",
+        "rotation.svg",
+        "weights.png",
+        "weights.svg",
+    ]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     table = pd.read_csv(tmp_path / "out" / "rotation.csv")
     content = json.loads((tmp_path / "out" / "rotation.json").read_text(encoding="utf-8"))
-    assert table["method"].tolist() == ["grpo-sg", "ar", "cispo"] and content["batch"]["prompts"] == 4
+    assert (
+        table["method"].tolist() == ["grpo-sg", "ar", "cispo"] and content["batch"]["prompts"] == 4
+    )
     assert CliRunner().invoke(app, [*command, *sets]).exit_code == 0  # what it made is refreshed
 
 
@@ -163,12 +236,16 @@ def test_ones_own_token_weights_are_compared_and_plotted(folder):
     np.testing.assert_allclose(own["weight"], own["x"] + 0.5)
     constants = found.methods["grpo-sg"].weight
     logit = curves[(curves["method"] == "grpo-sg") & (curves["axis"] == "logit")]
-    curve = constants.alpha * (1 / (1 + np.exp(-(logit["x"] - constants.u0) / constants.tau)) - constants.mu)
+    curve = constants.alpha * (
+        1 / (1 + np.exp(-(logit["x"] - constants.u0) / constants.tau)) - constants.mu
+    )
     np.testing.assert_allclose(logit["weight"], curve.clip(constants.L, constants.U), rtol=1e-6)
 
 
 def test_a_run_of_another_trainer_says_why_it_cannot_be_rotated(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps({"schema_version": 3, "trainer": {"name": "GRPOTrainer"}}))
+    (tmp_path / "run.json").write_text(
+        json.dumps({"schema_version": 3, "trainer": {"name": "GRPOTrainer"}})
+    )
     with pytest.raises(UserError, match=r"was recorded in another trainer.*--model CHECKPOINT"):
         rotate(["grpo"], run=tmp_path)
 
@@ -192,6 +269,10 @@ def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
     with pytest.raises(UserError, match="choose from 0, 1, 2, 3"):
         rotate(["grpo"], run=folder, checkpoint="step-000007")
     with pytest.raises(UserError, match="plain GRPO has no gradient"):
-        rotate(["grpo"], model=str(tiny_policy), overrides=[*FRESH, "task.factory=tests.toy_task:equally_rewarded"])
+        rotate(
+            ["grpo"],
+            model=str(tiny_policy),
+            overrides=[*FRESH, "task.factory=tests.toy_task:equally_rewarded"],
+        )
     with pytest.raises(UserError, match="learning rate is 0"):
         rotate(["grpo"], run=folder, overrides=["optimizer.schedule=linear"])

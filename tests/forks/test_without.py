@@ -36,7 +36,9 @@ def planted(draw):
         if step != STEP:
             return batch
         advantage = batch.advantage[:, None].expand(batch.rollouts.completion_mask.shape).clone()
-        row = int(batch.advantage.abs().argmax()) if batch.advantage[PLANTED[0]] == 0 else PLANTED[0]
+        row = (
+            int(batch.advantage.abs().argmax()) if batch.advantage[PLANTED[0]] == 0 else PLANTED[0]
+        )
         assert row == PLANTED[0]
         advantage[PLANTED] *= 100
         return replace(batch, advantage=advantage)
@@ -50,9 +52,23 @@ def spiked(tiny_policy, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(loop, "draw_rollouts", planted(loop.draw_rollouts))
     patch.setattr(start_module, "draw_rollouts", planted(start_module.draw_rollouts))
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("spiked") / "run")}
-    changes = {"steps": 5, "checkpoint.every": 2, "checkpoint.keep_last": 9, "evaluation.every": 0, "seed": 3}
-    changes |= {"recording.token_gradients_every": 1, "recording.group_share": 1.0, "optimizer.max_grad_norm": None}
+    values = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(tmp_path_factory.mktemp("spiked") / "run"),
+    }
+    changes = {
+        "steps": 5,
+        "checkpoint.every": 2,
+        "checkpoint.keep_last": 9,
+        "evaluation.every": 0,
+        "seed": 3,
+    }
+    changes |= {
+        "recording.token_gradients_every": 1,
+        "recording.group_share": 1.0,
+        "optimizer.max_grad_norm": None,
+    }
     config = build_config(values=values | changes)
     assert train(config).status == "finished"
     yield config
@@ -71,10 +87,18 @@ def test_the_state_before_a_step_is_that_of_the_run(spiked):
 
 
 def test_from_the_start_the_constants_are_those_that_the_run_calibrated(tiny_policy, tmp_path):
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path / "run"), "steps": 2, "evaluation.every": 0}
+    values = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(tmp_path / "run"),
+        "steps": 2,
+        "evaluation.every": 0,
+    }
     config = build_config(values=values | {"method": "grpo-sg+weight.preset=calibrated"})
     assert train(config).status == "finished"
-    updates = run_step(config, config.run_dir, 2, ForkSpec(**SMALL, warm_up=0), lambda text: None).update(None, None)
+    updates = run_step(
+        config, config.run_dir, 2, ForkSpec(**SMALL, warm_up=0), lambda text: None
+    ).update(None, None)
     recorded = sharpscope.load_run(config.run_dir).updates.query("step == 2")["grad_norm"]
     assert [update.grad_norm for update in updates] == recorded.tolist()
 
@@ -90,7 +114,9 @@ def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
     rows, coef = coefs[0]
     parameters = [p for p in own.scorer.model.parameters() if p.requires_grad]
     logp = own.scorer.score(own.rollouts.rows(rows), with_grad=True).logp
-    expected = torch.autograd.grad((logp * torch.where(left_out[rows], 0.0, coef)).sum(), parameters)
+    expected = torch.autograd.grad(
+        (logp * torch.where(left_out[rows], 0.0, coef)).sum(), parameters
+    )
     own.update(left_out, lambda update: gradients.append([p.grad.clone() for p in parameters]))
     for one, other in zip(gradients[0], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
@@ -112,14 +138,35 @@ def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactua
     rows = forked.forks[forked.forks["fork"] == name].set_index(["outcome", "arm"])
     kl, grad = rows["value"]["kl"], rows["value"]["grad_norm"]
     arms = list(dict.fromkeys(rows.index.get_level_values("arm")))
-    assert arms[0] == ALL and grad[arms[1]] < 0.5 * grad[ALL] and abs(grad[arms[2]] / grad[ALL] - 1) < 0.1
+    assert (
+        arms[0] == ALL
+        and grad[arms[1]] < 0.5 * grad[ALL]
+        and abs(grad[arms[2]] / grad[ALL] - 1) < 0.1
+    )
     assert kl[arms[1]] != kl[ALL]
-    layers = rows.loc[[o for o in rows.index.get_level_values(0).unique() if o.startswith("layer_gradient:")], "value"]
+    layers = rows.loc[
+        [o for o in rows.index.get_level_values(0).unique() if o.startswith("layer_gradient:")],
+        "value",
+    ]
     for arm in arms:
         assert math.hypot(*layers.xs(arm, level="arm")) == pytest.approx(grad[arm], rel=1e-4)
-    assert rows["value"]["accuracy_greedy"].between(0, 1).all() and np.isfinite(rows["value"]["entropy"]).all()
+    assert (
+        rows["value"]["accuracy_greedy"].between(0, 1).all()
+        and np.isfinite(rows["value"]["entropy"]).all()
+    )
     with pytest.raises(SystemExit) as ended:
-        main(["fork", str(spiked.run_dir), "--step", str(STEP), "--without-tokens", "top:2", "--set", "fork.prompts=4"])
+        main(
+            [
+                "fork",
+                str(spiked.run_dir),
+                "--step",
+                str(STEP),
+                "--without-tokens",
+                "top:2",
+                "--set",
+                "fork.prompts=4",
+            ]
+        )
     assert ended.value.code == 0 and "leading tokens" in capsys.readouterr().out
 
 
@@ -131,7 +178,12 @@ def trl_run(tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("trl")
     whole = trainer(
-        folder / "t", max_steps=4, num_iterations=2, save_strategy="steps", save_steps=1, max_grad_norm=0.05
+        folder / "t",
+        max_steps=4,
+        num_iterations=2,
+        save_strategy="steps",
+        save_steps=1,
+        max_grad_norm=0.05,
     )
     record(whole, out=folder / "run", recording={"tokens_every": 1, "token_gradients_every": 1})
     whole.train()
@@ -143,11 +195,15 @@ def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
     run, folder = trl_run
     step = 2
     done = int((run.updates["step"] < step).sum())
-    other = trainer_step(run, step, str(folder / f"checkpoint-{done}"), None, ForkSpec(**SMALL), lambda text: None)
+    other = trainer_step(
+        run, step, str(folder / f"checkpoint-{done}"), None, ForkSpec(**SMALL), lambda text: None
+    )
     made = other.update(None, None)
     recorded = run.updates[run.updates["step"] == step]
     assert [one.grad_norm for one in made] == pytest.approx(list(recorded["grad_norm"]), rel=1e-3)
-    assert [one.clip_factor for one in made] == pytest.approx(list(recorded["clip_factor"]), rel=1e-3)
+    assert [one.clip_factor for one in made] == pytest.approx(
+        list(recorded["clip_factor"]), rel=1e-3
+    )
     saved = load_file(folder / f"checkpoint-{done + len(made)}" / "model.safetensors")
     for name, parameter in other.scorer.model.named_parameters():
         if name in saved:  # the learning rate is 0.01
@@ -159,7 +215,18 @@ def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
     done = int((run.updates["step"] < 2).sum())
     saved = folder / f"checkpoint-{done}"
     with pytest.raises(SystemExit) as ended:
-        main(["fork", str(run.path), "--step", "2", "--without-tokens", "top:3", "--model", str(saved)])
+        main(
+            [
+                "fork",
+                str(run.path),
+                "--step",
+                "2",
+                "--without-tokens",
+                "top:3",
+                "--model",
+                str(saved),
+            ]
+        )
     assert ended.value.code == 0 and "leading tokens" in capsys.readouterr().out
     bare = shutil.copytree(saved, folder / "bare", ignore=shutil.ignore_patterns("optimizer.pt"))
     with pytest.raises(UserError, match=r"has no optimizer\.pt"):
@@ -170,5 +237,7 @@ def test_the_verdict_compares_the_step_without_the_tokens_and_without_random_one
     arms = ["all", "without", "others"]
     values = pd.DataFrame([(10, 1, 10), (1, 1.2, 1)], index=["grad_norm", "kl"], columns=arms)
     said = tokens_verdict(values, arms, 12)
-    assert "the step's KL is 20 % larger (" in said and "the gradient's norm is 90 % smaller" in said
+    assert (
+        "the step's KL is 20 % larger (" in said and "the gradient's norm is 90 % smaller" in said
+    )
     assert "optimizer's moments bound it" in said

@@ -21,19 +21,21 @@ from sharpscope.analysis.token_values import entropy_bins
 from sharpscope.cli import app
 from sharpscope.cli.app import main
 from sharpscope.config import build_config
-from sharpscope.config.methods import parse_method
 from sharpscope.errors import UserError
 from sharpscope.integrations.importers import Options, import_files, probe_rollouts, read, recognize
+from sharpscope.methods.named import parse_method
 from sharpscope.policy import PolicySpec, load_policy
-from sharpscope.probes import score_norms
 from sharpscope.recording.from_checkpoint import probe_trace
+from sharpscope.tokens import score_norms
 from sharpscope.training import train
 from tests.conftest import TOY
 from tests.integrations.trainers import small_model, tokenizer
 
 
 def imported(kind: str | None, source: Path, out: Path, **options: Any) -> dict[str, int]:
-    return import_files(kind, source, out, Options(**({"method": "grpo", "task": "task", "seed": 3} | options)))
+    return import_files(
+        kind, source, out, Options(**({"method": "grpo", "task": "task", "seed": 3} | options))
+    )
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
@@ -70,8 +72,24 @@ def packed(rng: np.random.Generator, step: int, **changes: Any) -> dict[str, Any
 ROWS = [
     {"s": 1, "ids": [5, 6, 7], "lp": [-0.1, -0.2, -0.3], "m": [1, 0, 1]}
     | {"adv": 0.5, "prompt_ids": [2, 3], "group": "a"},
-    {"s": 1, "ids": [8, 9], "lp": [-1.0, -2.0], "adv": [0.25, -0.25], "m": [1, 1], "prompt_ids": [4], "group": "b"},
-    {"s": 3, "ids": [8, 9], "lp": [-1.5, -2.5], "adv": 1.0, "m": [1, 1], "prompt_ids": [4], "group": "a"},
+    {
+        "s": 1,
+        "ids": [8, 9],
+        "lp": [-1.0, -2.0],
+        "adv": [0.25, -0.25],
+        "m": [1, 1],
+        "prompt_ids": [4],
+        "group": "b",
+    },
+    {
+        "s": 3,
+        "ids": [8, 9],
+        "lp": [-1.5, -2.5],
+        "adv": 1.0,
+        "m": [1, 1],
+        "prompt_ids": [4],
+        "group": "a",
+    },
 ]
 
 
@@ -83,7 +101,10 @@ def export(tmp_path: Path) -> tuple[Path, dict[int, list[dict[str, Any]]]]:
     """Three steps of two ranks, the last of them not complete; and the records by step."""
     rng = np.random.default_rng(0)
     temperatures = [0.7] * 5 + [1.0] * 5
-    records = {step: [packed(rng, step, rank=n, temperatures=temperatures) for n in (0, 1)] for step in (0, 1, 2)}
+    records = {
+        step: [packed(rng, step, rank=n, temperatures=temperatures) for n in (0, 1)]
+        for step in (0, 1, 2)
+    }
     for step, own in records.items():
         folder = tmp_path / "outputs" / "token_exports" / f"step_{step}"
         for record in own:
@@ -97,34 +118,69 @@ def test_jsonl(tmp_path: Path):
     file = write_lines(tmp_path / "t.jsonl", ROWS)
     tokenizer().save_pretrained(tmp_path / "words")
     options = {"tokenizer": str(tmp_path / "words"), "columns": NAMES}
-    assert imported("jsonl", file, tmp_path / "run", **options) == {"steps": 2, "rollouts": 3, "tokens": 6}
+    assert imported("jsonl", file, tmp_path / "run", **options) == {
+        "steps": 2,
+        "rollouts": 3,
+        "tokens": 6,
+    }
     run = sharpscope.load_run(tmp_path / "run")
     tokens = run.tokens()
-    assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [0, 2, 0, 1, 0, 1]
+    assert tokens["token_id"].tolist() == [5, 7, 8, 9, 8, 9] and tokens["position"].tolist() == [
+        0,
+        2,
+        0,
+        1,
+        0,
+        1,
+    ]
     np.testing.assert_allclose(tokens["logp"], [-0.1, -0.3, -1, -2, -1.5, -2.5], rtol=1e-6)
     assert tokens["advantage"].tolist() == [0.5, 0.5, 0.25, -0.25, 1, 1]
-    assert run.rollouts["advantage"].tolist() == [0.5, 0.0, 1.0] and run.rollouts["group"].tolist() == [0, 1, 0]
+    assert run.rollouts["advantage"].tolist() == [0.5, 0.0, 1.0] and run.rollouts[
+        "group"
+    ].tolist() == [0, 1, 0]
     assert json.loads(run.rollouts["token_ids"][0]) == [2, 3, 5, 6, 7]
     assert run.steps["completion_length_mean"].tolist() == [2, 2]
-    assert run.rollouts["prompt"].tolist() == ["w2 w3", "w4", "w4"] and run.rollouts["completion"][0] == "w5 w6 w7"
+    assert (
+        run.rollouts["prompt"].tolist() == ["w2 w3", "w4", "w4"]
+        and run.rollouts["completion"][0] == "w5 w6 w7"
+    )
 
 
 def test_a_folder_of_files_with_prompt_and_completion_in_one_list(tmp_path: Path):
     """As trainers dump them: a file a step, the prompt before the mask, curves and norms on each line."""
     for step in (0, 7):
-        row = {"ids": [5, 6, 7, 8], "logp": [0.0, -1.0, -2.0, -3.0], "mask": [0, 0, 1, 1], "reward": float(step)}
-        row |= {"attribution": [0, 0, 0.5, 0.25], "score_norm": [None, None, 2.0, 3.0], "clipped": [0, 0, 1, 0]}
+        row = {
+            "ids": [5, 6, 7, 8],
+            "logp": [0.0, -1.0, -2.0, -3.0],
+            "mask": [0, 0, 1, 1],
+            "reward": float(step),
+        }
+        row |= {
+            "attribution": [0, 0, 0.5, 0.25],
+            "score_norm": [None, None, 2.0, 3.0],
+            "clipped": [0, 0, 1, 0],
+        }
         row |= {"grad_norm": 1.5, "loss": 0.1 * step, "lr": 1e-3, "mystery": 1}
-        write_lines(tmp_path / "dump" / f"train_data_step{step}.jsonl", [row, row | {"reward": math.nan}])
+        write_lines(
+            tmp_path / "dump" / f"train_data_step{step}.jsonl", [row, row | {"reward": math.nan}]
+        )
     imported("jsonl", tmp_path / "dump", tmp_path / "run", columns={"token_id": "ids"})
     run = sharpscope.load_run(tmp_path / "run")
     assert run.steps["step"].tolist() == [1, 8] and run.steps["grad_norm"].tolist() == [1.5, 1.5]
-    assert run.steps["lr"].tolist() == [1e-3] * 2 and run.steps["loss"].tolist() == pytest.approx([0, 0.7])
+    assert run.steps["lr"].tolist() == [1e-3] * 2 and run.steps["loss"].tolist() == pytest.approx(
+        [0, 0.7]
+    )
     tokens = run.tokens(steps=[8])
     assert tokens["token_id"].tolist() == [7, 8] * 2 and tokens["position"].tolist() == [0, 1] * 2
-    assert tokens["attribution"].tolist() == [0.5, 0.25] * 2 and tokens["clipped"].tolist() == [1, 0] * 2
+    assert (
+        tokens["attribution"].tolist() == [0.5, 0.25] * 2
+        and tokens["clipped"].tolist() == [1, 0] * 2
+    )
     assert tokens["score_norm"].tolist() == [2, 3] * 2
-    assert json.loads(run.rollouts["token_ids"][0]) == [5, 6, 7, 8] and run.rollouts["prompt_tokens"][0] == 2
+    assert (
+        json.loads(run.rollouts["token_ids"][0]) == [5, 6, 7, 8]
+        and run.rollouts["prompt_tokens"][0] == 2
+    )
     notes = " ".join(run.info["notes"])
     assert "one higher than the files'" in notes and "mystery" in notes
     assert run.steps["reward_mean"].tolist() == [0, 7] and set(run.events["rule"]) == {"nan_reward"}
@@ -136,7 +192,8 @@ def test_a_folder_of_files_with_prompt_and_completion_in_one_list(tmp_path: Path
 def test_the_samplers_log_probabilities_are_checked(tmp_path: Path):
     """By the rules of a training, at their defaults."""
     logp = np.linspace(-3, -0.5, 20)
-    some = np.where(np.arange(20) < 4, logp + 0.2, logp)  # 20 % of the ratios are outside [0.9, 1.1]
+    # 20 % of the ratios are outside [0.9, 1.1]
+    some = np.where(np.arange(20) < 4, logp + 0.2, logp)
     line = {"token_id": [5] * 20, "logp": logp.tolist(), "behavior_logp": some.tolist()}
     imported("jsonl", write_lines(tmp_path / "t.jsonl", [line]), tmp_path / "run")
     (event,) = sharpscope.load_run(tmp_path / "run").events.itertuples()
@@ -148,13 +205,26 @@ def test_prime_rl(export, tmp_path: Path):
     counts = imported("prime-rl", source, tmp_path / "run")
     assert counts == {"steps": 2, "rollouts": 8, "tokens": 24}
     run = sharpscope.load_run(tmp_path / "run")
-    assert (run.method, run.task, run.seed, run.status, run.info["steps_done"]) == ("grpo", "task", 3, "finished", 2)
+    assert (run.method, run.task, run.seed, run.status, run.info["steps_done"]) == (
+        "grpo",
+        "task",
+        3,
+        "finished",
+        2,
+    )
     notes = " ".join(run.info["notes"])
-    assert "step 2 is not complete" in notes and "one higher than the files'" in notes and "rl_weights" in notes
+    assert (
+        "step 2 is not complete" in notes
+        and "one higher than the files'" in notes
+        and "rl_weights" in notes
+    )
     for step, own in ((1, records[0]), (2, records[1])):
         tokens = run.tokens(steps=[step])
         wanted = [place for _ in own for place in (2, 3, 4, 6, 7, 9)]
-        taken = [(record, place) for record, place in zip([r for r in own for _ in range(6)], wanted, strict=True)]
+        taken = [
+            (record, place)
+            for record, place in zip([r for r in own for _ in range(6)], wanted, strict=True)
+        ]
         assert tokens["loss_coef"].isna().all()  # the export has not the loss's constants
         for ours, theirs in (
             ("token_id", "token_ids"),
@@ -166,13 +236,18 @@ def test_prime_rl(export, tmp_path: Path):
             ("clipped", "is_masked_high"),
             ("temperature", "temperatures"),
         ):
-            np.testing.assert_allclose(tokens[ours], [record[theirs][place] for record, place in taken], rtol=1e-6)
+            np.testing.assert_allclose(
+                tokens[ours], [record[theirs][place] for record, place in taken], rtol=1e-6
+            )
         assert tokens["rollout"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
         assert tokens["position"].tolist() == [0, 1, 2, 0, 1, 3] * 2
         rollouts = run.rollouts[run.rollouts["step"] == step]
         whole = [r["token_ids"][i : i + 5] for r in own for i in (0, 5)]
         assert [json.loads(ids) for ids in rollouts["token_ids"]] == whole
-        assert rollouts["prompt_tokens"].tolist() == [2, 1, 2, 1] and rollouts["length"].tolist() == [3] * 4
+        assert (
+            rollouts["prompt_tokens"].tolist() == [2, 1, 2, 1]
+            and rollouts["length"].tolist() == [3] * 4
+        )
         row = run.steps.iloc[step - 1]
         assert row["clip_fraction_high"] == pytest.approx(tokens["clipped"].mean())
         assert row["entropy_mean"] == pytest.approx(tokens["entropy"].mean(), rel=1e-6)
@@ -191,8 +266,14 @@ def test_rewards_and_values_that_are_not_finite_in_prime_rls_export(tmp_path: Pa
     (tmp_path / "step_4" / "STABLE").touch()
     imported("prime-rl", tmp_path, tmp_path / "run")
     run = sharpscope.load_run(tmp_path / "run")
-    assert len(run.tokens()) == 5 and run.steps["step"].tolist() == [4] and (run.rollouts["env"] == "e").all()
-    assert run.rollouts["reward"].tolist() == [0.5, 0.5] and run.steps["reward_mean"].tolist() == [0.5]
+    assert (
+        len(run.tokens()) == 5
+        and run.steps["step"].tolist() == [4]
+        and (run.rollouts["env"] == "e").all()
+    )
+    assert run.rollouts["reward"].tolist() == [0.5, 0.5] and run.steps["reward_mean"].tolist() == [
+        0.5
+    ]
 
 
 def truth(rng: np.random.Generator) -> list[dict[str, Any]]:
@@ -204,7 +285,9 @@ def truth(rng: np.random.Generator) -> list[dict[str, Any]]:
             ids = rng.integers(6, 37, 4 + row).tolist()
             mask = [1, 0, 0, 1, *[1] * row] if row == 2 else [1] * (4 + row)
             theta, mu, entropy = (-rng.uniform(0.1, 3, 4 + row).round(4) for _ in range(3))
-            made.append({"step": step, "prompt": prompt, "ids": ids, "mask": mask, "theta": theta.tolist()})
+            made.append(
+                {"step": step, "prompt": prompt, "ids": ids, "mask": mask, "theta": theta.tolist()}
+            )
             made[-1] |= {"mu": mu.tolist(), "entropy": (-entropy).tolist()}
             made[-1] |= {"advantage": float(row - 1.5), "reward": 0.5 * row}
     return made
@@ -220,11 +303,21 @@ def write_nemo_rl(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
             def wide(values: list[Any], start: int = start, size: int = size) -> list[list[Any]]:
                 return [[0] * start + values + [0] * (12 - size)]
 
-            line = {"content": ["text"], "rewards": [9.0], "filtered_rewards": [row["reward"]]}  # dynamic sampling
+            # dynamic sampling
+            line = {
+                "content": ["text"],
+                "rewards": [9.0],
+                "filtered_rewards": [row["reward"]],
+            }
             line |= {"input_lengths": [size], "sample_loss_mask": [1.0]}
             line |= {"token_ids": [row["prompt"] + row["ids"] + [0] * (12 - size)], "idx": index}
-            line |= {"token_loss_mask": wide(row["mask"]), "advantages": wide([row["advantage"]] * len(row["ids"]))}
-            lines.append(line | {"generation_logprobs": wide(row["mu"]), "prev_logprobs": wide(row["theta"])})
+            line |= {
+                "token_loss_mask": wide(row["mask"]),
+                "advantages": wide([row["advantage"]] * len(row["ids"])),
+            }
+            lines.append(
+                line | {"generation_logprobs": wide(row["mu"]), "prev_logprobs": wide(row["theta"])}
+            )
         write_lines(folder / f"train_data_step{step}.jsonl", lines)
     return []
 
@@ -259,8 +352,17 @@ def write_slime(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
 def write_open_instruct(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
     lines = []
     for index, row in enumerate(rows):
-        line = {"prompt_tokens": row["prompt"], "response_tokens": row["ids"], "logprobs": row["mu"]}
-        line |= {"sample_idx": index % 4, "prompt_idx": index % 4 // 2, "finish_reason": "stop", "dataset": "math"}
+        line = {
+            "prompt_tokens": row["prompt"],
+            "response_tokens": row["ids"],
+            "logprobs": row["mu"],
+        }
+        line |= {
+            "sample_idx": index % 4,
+            "prompt_idx": index % 4 // 2,
+            "finish_reason": "stop",
+            "dataset": "math",
+        }
         lines.append(line | {name: row[name] for name in ("step", "reward", "advantage")})
     write_lines(folder / "run_rollouts_000000.jsonl", lines[:5])
     write_lines(folder / "run_rollouts_000001.jsonl", lines[5:])
@@ -281,11 +383,18 @@ def write_verifiers(folder: Path, rows: list[dict[str, Any]]) -> list[str]:
                 node = {"parent": part, "token_ids": row["ids"][a:b], "mask": [sampled] * (b - a)}
                 if sampled:
                     node |= {"logprobs": row["mu"][a:b], "trainer_logprobs": row["theta"][a:b]}
-                    node |= {"entropies": row["entropy"][a:b], "advantages": [row["advantage"]] * (b - a)}
+                    node |= {
+                        "entropies": row["entropy"][a:b],
+                        "advantages": [row["advantage"]] * (b - a),
+                    }
                 nodes.append(node)
             trace = {"nodes": nodes, "rewards": {"a": row["reward"] - 1, "b": 1.0}}
-            episodes.append({"id": "x", "env": {"id": "math"}, "group": f"g{index // 2}", "traces": [trace]})
-        write_lines(folder / "rollouts" / f"step_{step}" / "train" / "all" / "traces.jsonl", episodes)
+            episodes.append(
+                {"id": "x", "env": {"id": "math"}, "group": f"g{index // 2}", "traces": [trace]}
+            )
+        write_lines(
+            folder / "rollouts" / f"step_{step}" / "train" / "all" / "traces.jsonl", episodes
+        )
     return ["entropy", "env"]
 
 
@@ -315,23 +424,38 @@ def test_dumps_of_trainers(kind, dump, tmp_path: Path):
             ("behavior_logp", "mu"),
             ("entropy", "entropy"),
         ):
-            if (ours == "entropy" and "entropy" not in more) or (ours == "behavior_logp" and sampler_only):
+            if (ours == "entropy" and "entropy" not in more) or (
+                ours == "behavior_logp" and sampler_only
+            ):
                 assert tokens[ours].isna().all()
                 continue
-            kept = [v for r in own for v, m in zip(r[theirs], r["mask"], strict=True) if m or sampler_only]
+            kept = [
+                v
+                for r in own
+                for v, m in zip(r[theirs], r["mask"], strict=True)
+                if m or sampler_only
+            ]
             np.testing.assert_allclose(tokens[ours], kept, rtol=1e-5)
         masks = [r["mask"] if not sampler_only else [1] * len(r["mask"]) for r in own]
         assert tokens["position"].tolist() == [i for m in masks for i, keep in enumerate(m) if keep]
         np.testing.assert_allclose(
-            tokens["advantage"], [r["advantage"] for r, m in zip(own, masks, strict=True) for k in m if k]
+            tokens["advantage"],
+            [r["advantage"] for r, m in zip(own, masks, strict=True) for k in m if k],
         )
-        assert [json.loads(ids) for ids in rollouts["token_ids"]] == [r["prompt"] + r["ids"] for r in own]
+        assert [json.loads(ids) for ids in rollouts["token_ids"]] == [
+            r["prompt"] + r["ids"] for r in own
+        ]
         assert rollouts["prompt_tokens"].tolist() == [len(r["prompt"]) for r in own]
         np.testing.assert_allclose(rollouts["reward"], [r["reward"] for r in own])
         assert rollouts["group"].tolist() == [0, 0, 1, 1]
-    assert any("those of the sampler stand in their place" in note for note in run.info["notes"]) == sampler_only
+    assert (
+        any("those of the sampler stand in their place" in note for note in run.info["notes"])
+        == sampler_only
+    )
     assert (run.rollouts["env"] == "math").all() == (kind in ("verifiers", "open-instruct"))
-    shown = CliRunner().invoke(app, ["import", "auto", str(tmp_path / "dump"), "--out", str(tmp_path / "again")])
+    shown = CliRunner().invoke(
+        app, ["import", "auto", str(tmp_path / "dump"), "--out", str(tmp_path / "again")]
+    )
     assert shown.exit_code == 0 and "sharpscope probe --rollouts" in shown.output
 
 
@@ -340,16 +464,26 @@ def test_a_message_in_two_branches_counts_once(tmp_path: Path):
     nodes = [{"parent": None, "token_ids": [3, 4], "mask": [False, False]}]
     for parent, ids in ((0, [5, 6]), (1, [7]), (1, [8, 9])):
         nodes.append(
-            {"parent": parent, "token_ids": ids, "mask": [True] * len(ids), "logprobs": [-0.1 * i for i in ids]}
+            {
+                "parent": parent,
+                "token_ids": ids,
+                "mask": [True] * len(ids),
+                "logprobs": [-0.1 * i for i in ids],
+            }
         )
     write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes, "rewards": {}}]}])
     ((step, completions),) = read(tmp_path / "traces.jsonl", "verifiers", Options(), {})
     assert step == 1 and [c.ids for c in completions] == [[3, 4, 5, 6, 7], [3, 4, 5, 6, 8, 9]]
     assert [c.tokens["token_id"] for c in completions] == [[5, 6, 7], [8, 9]]
-    assert completions[1].tokens["logp"] == pytest.approx([-0.8, -0.9]) and completions[1].prompt_length == 4
+    assert (
+        completions[1].tokens["logp"] == pytest.approx([-0.8, -0.9])
+        and completions[1].prompt_length == 4
+    )
     del nodes[1]["token_ids"]
     write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes}]}])
-    with pytest.raises(UserError, match="line 1: a message has no token_ids; run with verifiers' TrainClient"):
+    with pytest.raises(
+        UserError, match="line 1: a message has no token_ids; run with verifiers' TrainClient"
+    ):
         list(read(tmp_path / "traces.jsonl", "verifiers", Options(), {}))
 
 
@@ -358,17 +492,29 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
     small_model().save_pretrained(tmp_path / "model")
     tokenizer().save_pretrained(tmp_path / "model")
     ids, prompt = [5, 6, 7], [2, 3]
-    logits = small_model().double()(input_ids=torch.tensor([prompt + ids])).logits[0, 1:-1].detach() / 0.7
+    logits = (
+        small_model().double()(input_ids=torch.tensor([prompt + ids])).logits[0, 1:-1].detach()
+        / 0.7
+    )
     logp = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
-    file = write_lines(tmp_path / "t.jsonl", [{"token_id": ids, "logp": logp, "prompt_ids": prompt}])
+    file = write_lines(
+        tmp_path / "t.jsonl", [{"token_id": ids, "logp": logp, "prompt_ids": prompt}]
+    )
     imported("jsonl", file, tmp_path / "run", temperature=0.7)
-    run, policy = sharpscope.load_run(tmp_path / "run"), load_policy(PolicySpec(model=str(tmp_path / "model")))
+    run, policy = (
+        sharpscope.load_run(tmp_path / "run"),
+        load_policy(PolicySpec(model=str(tmp_path / "model"))),
+    )
     assert run.config == {"rollout": {"temperature": 0.7}}
     (found,) = probe_trace(run, policy, tmp_path / "probed")
     assert found.logp_gap < 1e-4 and sharpscope.load_run(tmp_path / "probed").events.empty
     mask = torch.tensor([[0, 0, 1, 1, 1]])
-    norms = score_norms(policy.model, torch.tensor([prompt + ids]), mask, temperature=0.7).values[0, 2:]
-    np.testing.assert_allclose(sharpscope.load_run(tmp_path / "probed").tokens()["score_norm_local"], norms, rtol=1e-5)
+    norms = score_norms(policy.model, torch.tensor([prompt + ids]), mask, temperature=0.7).values[
+        0, 2:
+    ]
+    np.testing.assert_allclose(
+        sharpscope.load_run(tmp_path / "probed").tokens()["score_norm_local"], norms, rtol=1e-5
+    )
     with pytest.raises(UserError, match="must be above 0"):
         imported("jsonl", file, tmp_path / "no", temperature=0.0)
 
@@ -376,27 +522,49 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"logp": [-1.0]}, {}, "line 1: no column 'token_id'; name the file's column: --columns token_id=NAME"),
+        (
+            {"logp": [-1.0]},
+            {},
+            "line 1: no column 'token_id'; name the file's column: --columns token_id=NAME",
+        ),
         ({"logp": [-1.0], "token_id": [1, 2]}, {}, "logp has 1 values, token_id 2"),
         ({"logp": [None], "token_id": [1]}, {}, "logp is null on a token in the loss"),
         ({"logp": [-math.inf], "token_id": [1]}, {}, "logp = '-inf' is not a finite number"),
         ({"logp": [-1.0], "token_id": [2**31]}, {}, "token_id is not made of whole numbers from 0"),
-        ({"logp": -1.0, "token_id": 1}, {}, "token_id is not made of whole numbers from 0; write a list of them"),
+        (
+            {"logp": -1.0, "token_id": 1},
+            {},
+            "token_id is not made of whole numbers from 0; write a list of them",
+        ),
         ({"logp": [-1.0], "token_id": [1], "mask": [1, 1]}, {}, "mask has not one value"),
         (
             {"logp": [-1.0], "token_id": [1], "position": [2]},
             {},
             "position leaves out tokens; give all of the sequence",
         ),
-        ({"logp": [-1.0], "token_id": [1], "step": -1}, {}, "step = '-1' is not a whole number from 0"),
+        (
+            {"logp": [-1.0], "token_id": [1], "step": -1},
+            {},
+            "step = '-1' is not a whole number from 0",
+        ),
         ({"logp": [-1.0], "token_id": [1], "prompt": 3}, {}, "prompt is a int; write a text"),
-        ({"logp": [-1.0], "token_id": [1]}, {"lopg": "x"}, "--columns lopg: unknown; did you mean 'logp'"),
-        ({"logp": [0.4], "token_id": [1]}, {}, "logp = 0.4 is above 0, so it is no log-probability"),
+        (
+            {"logp": [-1.0], "token_id": [1]},
+            {"lopg": "x"},
+            "--columns lopg: unknown; did you mean 'logp'",
+        ),
+        (
+            {"logp": [0.4], "token_id": [1]},
+            {},
+            "logp = 0.4 is above 0, so it is no log-probability",
+        ),
     ],
 )
 def test_a_bad_table_is_refused_and_nothing_is_left(row, columns, message, tmp_path: Path):
     with pytest.raises(UserError) as raised:
-        imported("jsonl", write_lines(tmp_path / "t.jsonl", [row]), tmp_path / "run", columns=columns)
+        imported(
+            "jsonl", write_lines(tmp_path / "t.jsonl", [row]), tmp_path / "run", columns=columns
+        )
     assert message in str(raised.value)
     assert not (tmp_path / "run").exists()
 
@@ -429,7 +597,11 @@ def test_other_mistakes(export, tmp_path: Path):
 @pytest.fixture(scope="module")
 def recorded(tiny_policy, tmp_path_factory):
     """(run of one recorded step, its rows for the writers of dumps)."""
-    values = {**TOY, "policy.model": str(tiny_policy), "out": str(tmp_path_factory.mktemp("recorded") / "run")}
+    values = {
+        **TOY,
+        "policy.model": str(tiny_policy),
+        "out": str(tmp_path_factory.mktemp("recorded") / "run"),
+    }
     values |= {"method": "dapo", "steps": 1, "recording.rotation_every": 1}
     values |= {"evaluation.every": 0, "checkpoint.every": 0}
     assert train(build_config(values=values)).status == "finished"
@@ -445,16 +617,24 @@ def rows_of(run: Any, policy: Path) -> list[dict[str, Any]]:
     for rollout in run.rollouts.to_dict("records"):
         own = tokens[tokens["rollout"] == rollout["rollout"]]
         row = {"prompt": tokenizer(rollout["prompt"])["input_ids"], "ids": own["token_id"].tolist()}
-        row |= {"theta": own["logp"].astype(float).tolist(), "mu": own["behavior_logp"].astype(float).tolist()}
+        row |= {
+            "theta": own["logp"].astype(float).tolist(),
+            "mu": own["behavior_logp"].astype(float).tolist(),
+        }
         row |= {"entropy": own["entropy"].astype(float).tolist(), "mask": [1] * len(own)}
-        rows.append(row | {"advantage": float(rollout["advantage"]), "reward": float(rollout["reward"])})
+        rows.append(
+            row | {"advantage": float(rollout["advantage"]), "reward": float(rollout["reward"])}
+        )
     return [row | {"step": step} for step in (1, 2) for row in rows]
 
 
 def write_table(folder: Path, rows: list[dict[str, Any]]) -> None:
     names = {"prompt": "prompt_ids", "ids": "token_id", "theta": "logp", "mu": "behavior_logp"}
     names |= {name: name for name in ("step", "advantage", "reward")}
-    lines = [{ours: row[theirs] for theirs, ours in names.items()} | {"group": str(row["prompt"])} for row in rows]
+    lines = [
+        {ours: row[theirs] for theirs, ours in names.items()} | {"group": str(row["prompt"])}
+        for row in rows
+    ]
     write_lines(folder / "batch.jsonl", lines)
 
 
@@ -466,10 +646,19 @@ def write_prime_rl(folder: Path, rows: list[dict[str, Any]]) -> None:
             before, n = len(row["prompt"]), len(row["ids"])
             ratio = np.exp(np.subtract(row["theta"], row["mu"])).tolist()
             sample = {"token_ids": row["prompt"] + row["ids"], "position_ids": [*range(before + n)]}
-            sample |= {"loss_mask": [False] * before + [True] * n, "advantages": [row["advantage"]] * (before + n)}
-            for name, values in (("trainer_logprobs", row["theta"]), ("inference_logprobs", row["mu"])):
+            sample |= {
+                "loss_mask": [False] * before + [True] * n,
+                "advantages": [row["advantage"]] * (before + n),
+            }
+            for name, values in (
+                ("trainer_logprobs", row["theta"]),
+                ("inference_logprobs", row["mu"]),
+            ):
                 sample[name] = [0.0] * before + values
-            sample |= {"importance_ratio": [1.0] * before + ratio, "entropy": [0.0] * before + row["entropy"]}
+            sample |= {
+                "importance_ratio": [1.0] * before + ratio,
+                "entropy": [0.0] * before + row["entropy"],
+            }
             for name, values in sample.items():
                 record[name] = record.get(name, []) + values
         place = folder / "token_exports" / f"step_{step}"
@@ -477,21 +666,34 @@ def write_prime_rl(folder: Path, rows: list[dict[str, Any]]) -> None:
         (place / "STABLE").touch()
 
 
-WRITERS = [write_table, write_nemo_rl, write_slime, write_verifiers, write_open_instruct, write_prime_rl]
+WRITERS = [
+    write_table,
+    write_nemo_rl,
+    write_slime,
+    write_verifiers,
+    write_open_instruct,
+    write_prime_rl,
+]
 
 
 @pytest.mark.parametrize("dump", WRITERS)
-def test_a_replayed_batch_has_the_numbers_of_the_recorded_step(recorded, tiny_policy, tmp_path, dump):
+def test_a_replayed_batch_has_the_numbers_of_the_recorded_step(
+    recorded, tiny_policy, tmp_path, dump
+):
     run, rows = recorded
     dump(tmp_path / "dump", rows)
     policy = load_policy(PolicySpec(model=str(tiny_policy)))
     found = probe_rollouts(tmp_path / "dump", policy, tmp_path / "out", method=parse_method("dapo"))
-    assert [one.attributed for one in found] == [True, True] and max(one.logp_gap for one in found) < 1e-4
+    assert [one.attributed for one in found] == [True, True] and max(
+        one.logp_gap for one in found
+    ) < 1e-4
     again = sharpscope.load_run(tmp_path / "out")
     here, there = run.tokens(steps=[1]), again.tokens(steps=[2])
     if dump is write_open_instruct:  # its rows have other groups, and so another order
         here, there = (
-            t.sort_values(["score_norm_local", "loss_coef"], key=lambda c: c.round(4)).reset_index(drop=True)
+            t.sort_values(["score_norm_local", "loss_coef"], key=lambda c: c.round(4)).reset_index(
+                drop=True
+            )
             for t in (here, there)
         )
     for name in ("loss_coef", "attribution", "score_norm_local", "polarity", "entropy", "ratio"):
@@ -502,17 +704,30 @@ def test_a_replayed_batch_has_the_numbers_of_the_recorded_step(recorded, tiny_po
     assert theirs["gradient_rotation"] == pytest.approx(ours["gradient_rotation"], abs=0.05)
     if dump in (write_table, write_nemo_rl, write_slime):  # the others' writers make groups of two
         assert theirs["noise_rotation"] == pytest.approx(ours["noise_rotation"], rel=1e-2)
-    one, two = (layer_norms(r).query(f"step == {s}").set_index("group")["grad_norm"] for r, s in ((run, 1), (again, 2)))
+    one, two = (
+        layer_norms(r).query(f"step == {s}").set_index("group")["grad_norm"]
+        for r, s in ((run, 1), (again, 2))
+    )
     pd.testing.assert_series_equal(one, two, rtol=1e-3, check_like=True)
-    assert [*layer_tokens(run, 1)["loss_coef"]] == pytest.approx([*layer_tokens(again, 2)["loss_coef"]], rel=1e-3)
-    np.testing.assert_allclose(entropy_bins(again)["entropy"], entropy_bins(run)["entropy"], atol=1e-3)
+    assert [*layer_tokens(run, 1)["loss_coef"]] == pytest.approx(
+        [*layer_tokens(again, 2)["loss_coef"]], rel=1e-3
+    )
+    np.testing.assert_allclose(
+        entropy_bins(again)["entropy"], entropy_bins(run)["entropy"], atol=1e-3
+    )
 
 
 def test_a_planted_token_is_named_first_through_replay(recorded, tiny_policy, tmp_path, capsys):
     """Its advantage, and so its coefficient, is multiplied by 100."""
     _, rows = recorded
-    lines = [row | {"advantage": [row["advantage"]] * len(row["ids"])} for row in rows if row["step"] == 1]
-    row = next(index for index, line in enumerate(lines) if line["advantage"][0] and len(line["ids"]) > 2)
+    lines = [
+        row | {"advantage": [row["advantage"]] * len(row["ids"])}
+        for row in rows
+        if row["step"] == 1
+    ]
+    row = next(
+        index for index, line in enumerate(lines) if line["advantage"][0] and len(line["ids"]) > 2
+    )
     lines[row]["advantage"][2] *= 100
     write_table(tmp_path / "dump", lines)
     command = ["probe", str(tiny_policy), "--rollouts", str(tmp_path / "dump"), "--method", "grpo"]
@@ -529,9 +744,13 @@ def test_a_planted_token_is_named_first_through_replay(recorded, tiny_policy, tm
 def test_what_a_replay_lacks_is_named_with_what_writes_it(recorded, tiny_policy, tmp_path):
     _, rows = recorded
     policy, method = load_policy(PolicySpec(model=str(tiny_policy))), parse_method("grpo")
-    lines = [{"prompt_ids": r["prompt"], "token_id": r["ids"], "logp": r["theta"]} for r in rows[:4]]
+    lines = [
+        {"prompt_ids": r["prompt"], "token_id": r["ids"], "logp": r["theta"]} for r in rows[:4]
+    ]
     write_lines(tmp_path / "no_prompt.jsonl", [{"token_id": [5], "logp": [-1.0]}, *lines])
-    with pytest.raises(UserError, match=r"1 of 5 completions have no token IDs of the prompt; write `prompt_ids`"):
+    with pytest.raises(
+        UserError, match=r"1 of 5 completions have no token IDs of the prompt; write `prompt_ids`"
+    ):
         probe_rollouts(tmp_path / "no_prompt.jsonl", policy, tmp_path / "out", method=method)
     write_lines(tmp_path / "no_advantage.jsonl", lines)
     with pytest.raises(UserError, match="neither advantages nor rewards with groups"):

@@ -30,7 +30,8 @@ def history(path: Path) -> list[dict[str, Any]]:
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             values = {
-                item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
+                item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                for item in record.history.item
             }
             rows.append(values | {"_step": record.history.step.num})
     return rows
@@ -62,7 +63,9 @@ def expected(run_dir: Path) -> dict[str, dict[int, float]]:
     """name -> step -> value, straight from the tables."""
     run, found = load_run(run_dir), {}
     for column in ("reward_mean", "grad_norm", "tokens", "generation_s"):
-        found[f"steps/{column}"] = dict(zip(run.steps["step"], run.steps[column].astype(float), strict=True))
+        found[f"steps/{column}"] = dict(
+            zip(run.steps["step"], run.steps[column].astype(float), strict=True)
+        )
     for row in run.updates.itertuples():
         found.setdefault(f"updates/{row.update}/ratio_max", {})[row.step] = row.ratio_max
     for row in run.eval.itertuples():
@@ -82,7 +85,9 @@ def test_scalars_are_the_tables(run_dir):
     names = {name for values in found.values() for name in values}
     assert not any("/density" in name or name.endswith("/step") for name in names)
     assert all(np.isfinite(value) for values in found.values() for value in values.values())
-    assert any("/rho0.05" in name for name in names) and any(name.endswith("/std_error") for name in names)
+    assert any("/rho0.05" in name for name in names) and any(
+        name.endswith("/std_error") for name in names
+    )
 
 
 def test_following_a_run_gives_each_number_once(tmp_path):
@@ -112,7 +117,11 @@ def test_following_a_run_gives_each_number_once(tmp_path):
     events = EventAccumulator(str(tmp_path / "logs" / "growing"), size_guidance={"scalars": 0})
     events.Reload()
     got = [(event.step, event.value) for event in events.Scalars("steps/reward_mean")]
-    assert [step for step, _ in got] == [1, 2, 3, 4] and [value for _, value in got[1:]] == [2, 3, 4]
+    assert [step for step, _ in got] == [1, 2, 3, 4] and [value for _, value in got[1:]] == [
+        2,
+        3,
+        4,
+    ]
 
 
 def test_mistakes(run_dir, tmp_path, monkeypatch):
@@ -144,7 +153,8 @@ def test_tensorboard(run_dir, tmp_path):
 def test_wandb_is_offline_whatever_the_environment_says(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # whoever listens there would be asked
+    # whoever listens there would be asked
+    monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     export([run_dir], "wandb", tmp_path, project="p")
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     rows = {row["_step"]: row for row in history(file)}

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.integrations import steps as price
 from sharpscope.integrations.importers import Options, import_files
-from sharpscope.integrations.steps import Work, places
 from sharpscope.recording import observers
+from sharpscope.recording import steps as price
+from sharpscope.recording.steps import Work, places
 from tests.integrations.trainers import plain_trainer, small_model, tokenizer
 
 PROMPTS = [[2, 3], [4], [5, 6, 7], [8, 9]]
@@ -46,10 +46,18 @@ def drawn(model: Any, seed: int) -> dict[str, torch.Tensor]:
     attention = ((ids > 0) | (mask > 0)).long()
     rewards = torch.rand(len(ids), generator=draw)
     grouped = rewards.view(-1, GROUP)
-    advantages = ((grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True)).flatten()
+    advantages = (
+        (grouped - grouped.mean(1, keepdim=True)) / grouped.std(1, keepdim=True)
+    ).flatten()
     with torch.no_grad():
         old = logps(model, ids, attention)
-    found = {"ids": ids, "mask": mask, "attention": attention, "rewards": rewards, "advantages": advantages}
+    found = {
+        "ids": ids,
+        "mask": mask,
+        "attention": attention,
+        "rewards": rewards,
+        "advantages": advantages,
+    }
     return found | {"old": old, "groups": torch.arange(len(ids)) // GROUP}
 
 
@@ -60,7 +68,9 @@ def logps(model: Any, ids: torch.Tensor, attention: torch.Tensor) -> torch.Tenso
     return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
 
 
-def surrogate(logp: torch.Tensor, b: dict[str, torch.Tensor], rows: slice, total: float) -> torch.Tensor:
+def surrogate(
+    logp: torch.Tensor, b: dict[str, torch.Tensor], rows: slice, total: float
+) -> torch.Tensor:
     """PPO's clipped surrogate with bounds 0.05, a mean over the tokens of the whole batch."""
     width = logp.shape[1]  # the last columns
     ratio = (logp - b["old"][rows, -width:]).exp()
@@ -92,7 +102,13 @@ def loop(
                 if rec is not None:
                     mask = b["mask"][rows][:, -LENGTH:] if narrow else b["mask"][rows]
                     known = {name: b[name][rows] for name in ("advantages", "rewards", "groups")}
-                    rec.tokens(logp, b["ids"][rows], mask, old_logp=b["old"][rows][:, -logp.shape[1] :], **known)
+                    rec.tokens(
+                        logp,
+                        b["ids"][rows],
+                        mask,
+                        old_logp=b["old"][rows][:, -logp.shape[1] :],
+                        **known,
+                    )
                 loss.backward()
                 losses += float(loss.detach())
             if rec is not None:
@@ -115,16 +131,22 @@ def equal(one: list[dict[str, torch.Tensor]], two: list[dict[str, torch.Tensor]]
 
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["all columns", "completions"])
-def test_each_number_is_autograds_and_the_weights_are_the_same(tmp_path: Path, narrow: bool, monkeypatch):
+def test_each_number_is_autograds_and_the_weights_are_the_same(
+    tmp_path: Path, narrow: bool, monkeypatch
+):
     monkeypatch.setattr(observers, "TOLERANCE", 1 / 16)
     monkeypatch.setattr(observers, "EVALUATIONS", 40)
     plain = loop(small_model(), clip=0.5)
     options = {"recording": ALL, "critical_sharpness": 1, "correct": 0.5}
     kept = loop(small_model(), tmp_path / "run", clip=0.5, narrow=narrow, **options)
-    assert equal(plain, kept) and not torch.equal(kept[0]["lm_head.weight"], kept[-1]["lm_head.weight"])
+    assert equal(plain, kept) and not torch.equal(
+        kept[0]["lm_head.weight"], kept[-1]["lm_head.weight"]
+    )
     run = sharpscope.load_run(tmp_path / "run")
     assert run.status == "finished" and run.steps["step"].tolist() == [1, 2, 3]
-    assert (run.rollouts.groupby("step").size() == 16).all() and (run.steps["updates"] == EPOCHS).all()
+    assert (run.rollouts.groupby("step").size() == 16).all() and (
+        run.steps["updates"] == EPOCHS
+    ).all()
     assert "attribution_sum" not in set(run.events["rule"])
     model = small_model()
     model.load_state_dict(kept[0])
@@ -133,7 +155,10 @@ def test_each_number_is_autograds_and_the_weights_are_the_same(tmp_path: Path, n
         model.load_state_dict(kept[at])
         b = drawn(model, step)
         total, inside = float(b["mask"][:, 1:].sum()), b["mask"][:, 1:].bool()
-        tokens, rollouts = run.tokens(steps=[step + 1]), run.rollouts[run.rollouts["step"] == step + 1]
+        tokens, rollouts = (
+            run.tokens(steps=[step + 1]),
+            run.rollouts[run.rollouts["step"] == step + 1],
+        )
         np.testing.assert_allclose(rollouts["reward"], b["rewards"], rtol=1e-6)
         np.testing.assert_allclose(rollouts["advantage"], b["advantages"], rtol=1e-5)
         assert rollouts["group"].tolist() == b["groups"].tolist()
@@ -154,18 +179,26 @@ def test_each_number_is_autograds_and_the_weights_are_the_same(tmp_path: Path, n
             np.testing.assert_allclose(table["loss_coef"], coef, rtol=1e-3, atol=1e-7)
             ratio = (logp - b["old"]).exp()[inside].detach()
             np.testing.assert_allclose(table["ratio"], ratio, rtol=1e-4)
-            gone = (coef == 0) & (b["advantages"][:, None].expand(inside.shape)[inside].numpy() != 0)
+            gone = (coef == 0) & (
+                b["advantages"][:, None].expand(inside.shape)[inside].numpy() != 0
+            )
             assert ((table["clipped"] != 0) == gone).all() and (update == 0) == (not gone.any())
             row = run.updates.set_index(["step", "update"]).loc[(step + 1, update)]
             assert row["grad_norm"] == pytest.approx(float(gradient.norm()), rel=1e-4)
-            assert row["clip_factor"] == pytest.approx(min(1.0, 0.5 / float(gradient.norm())), rel=1e-4)
+            assert row["clip_factor"] == pytest.approx(
+                min(1.0, 0.5 / float(gradient.norm())), rel=1e-4
+            )
             assert row["loss"] == pytest.approx(float(loss), abs=1e-6)
             if update == 0:
                 for place in (0, len(tokens) // 2):
                     where = tuple(int(i) for i in inside.nonzero()[place])
-                    parts = torch.autograd.grad(logp[where], list(model.parameters()), retain_graph=True)
+                    parts = torch.autograd.grad(
+                        logp[where], list(model.parameters()), retain_graph=True
+                    )
                     flat = torch.cat([part.flatten() for part in parts])
-                    assert tokens["score_norm"].iloc[place] == pytest.approx(float(flat.norm()), rel=1e-4)
+                    assert tokens["score_norm"].iloc[place] == pytest.approx(
+                        float(flat.norm()), rel=1e-4
+                    )
                     share = coef[place] * float(flat @ gradient / gradient.square().sum())
                     assert tokens["attribution"].iloc[place] == pytest.approx(share, abs=1e-4)
                 assert tokens["attribution"].sum() == pytest.approx(1, abs=1e-3)
@@ -181,7 +214,9 @@ def test_a_spike_and_what_is_not_given(tmp_path: Path):
     """Only logp, ids and mask: a run of losses, norms and shares, with everything else null."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    with sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", recording=ALL) as rec:
+    with sharpscope.record(
+        model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", recording=ALL
+    ) as rec:
         for step in range(3):
             b = drawn(model, step)
             logp = logps(model, b["ids"], b["attention"])
@@ -209,13 +244,25 @@ def test_rotation_by_weights_leaves_other_terms_of_the_loss_as_they_are(tmp_path
     model = small_model()
     optimizer, b = torch.optim.SGD(model.parameters(), lr=1e-3), drawn(model, 0)
     options = {"rotation": f"{__name__}:half", "recording": {"rotation_every": 1}}
-    with sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", **options) as rec:
+    with sharpscope.record(
+        model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", **options
+    ) as rec:
         logp = logps(model, b["ids"], b["attention"])
         tokens = surrogate(logp, b, slice(0, 16), float(b["mask"][:, 1:].sum()))
         penalty = 1e-2 * sum(p.square().sum() for p in model.parameters())
-        parts = [torch.autograd.grad(loss, [*model.parameters()], retain_graph=True) for loss in (tokens, penalty)]
+        parts = [
+            torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            for loss in (tokens, penalty)
+        ]
         of_tokens, of_penalty = (torch.cat([p.double().flatten() for p in part]) for part in parts)
-        rec.tokens(logp, b["ids"], b["mask"], old_logp=b["old"], advantages=b["advantages"], groups=b["groups"])
+        rec.tokens(
+            logp,
+            b["ids"],
+            b["mask"],
+            old_logp=b["old"],
+            advantages=b["advantages"],
+            groups=b["groups"],
+        )
         (tokens + penalty).backward()
         rec.step()
         optimizer.step()
@@ -231,7 +278,9 @@ def test_each_row_has_its_probability_where_completions_come_with_the_second_upd
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     options = {"updates_per_step": 2, "recording": {"token_gradients_every": 3, "token_rows": 40}}
-    with sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", **options) as rec:
+    with sharpscope.record(
+        model, optimizer, tokenizer=tokenizer(), out=tmp_path / "run", **options
+    ) as rec:
         for update in range(6):
             b = drawn(model, update)
             logp = logps(model, b["ids"], b["attention"])
@@ -246,7 +295,10 @@ def test_each_row_has_its_probability_where_completions_come_with_the_second_upd
     written = tokens["group"].nunique() / groups.groupby("step")["group"].nunique()
     assert written[[1, 3]].tolist() == [1, 1] and written[2] < 0.8
     assert tokens["row_probability"].min().fillna(1).tolist() == written.tolist()
-    assert tokens["inclusion_probability"].min()[1] < 1 and tokens["inclusion_probability"].count()[2] == 0
+    assert (
+        tokens["inclusion_probability"].min()[1] < 1
+        and tokens["inclusion_probability"].count()[2] == 0
+    )
 
 
 def test_a_run_that_ends_with_the_process_says_how(tmp_path: Path, monkeypatch):
@@ -260,7 +312,9 @@ def test_a_run_that_ends_with_the_process_says_how(tmp_path: Path, monkeypatch):
 
 
 @pytest.mark.may_stop
-@pytest.mark.parametrize("name", ["_tokens", "_open", "_gradient", "before_update", "after_update", "observe_update"])
+@pytest.mark.parametrize(
+    "name", ["_tokens", "_open", "_gradient", "before_update", "after_update", "observe_update"]
+)
 def test_a_recorder_that_fails_leaves_the_loop_alone(name: str, tmp_path: Path, monkeypatch):
     from sharpscope.integrations.record import LoopRecorder
 
@@ -303,7 +357,10 @@ def test_the_price_is_bounded():
     draw = random.Random(0)
     for _ in range(2000):
         steps, critical = round(math.exp(draw.uniform(0, 11))), draw.random() < 0.5
-        sizes, flags = [draw.randint(1, most) for most in (8, 8, 512)], [draw.random() < 0.5 for _ in range(2)]
+        sizes, flags = (
+            [draw.randint(1, most) for most in (8, 8, 512)],
+            [draw.random() < 0.5 for _ in range(2)],
+        )
         work = Work(*sizes, *flags)
         exact = draw.choice([0, 2, 100])
         plan = places(steps, work, critical=critical, exact=exact)
@@ -311,8 +368,13 @@ def test_the_price_is_bounded():
         cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * price.CRITICAL * (
             1 + work.reference
         ) / work.parts
-        whole = steps * ((price.TRAINING + work.reference) * work.epochs + price.GENERATION * work.generated)
-        assert cost <= price.MOST_SHARE * whole + 1e-9 and len(plan.norms) + plan.spikes <= price.MOST_PLACES
+        whole = steps * (
+            (price.TRAINING + work.reference) * work.epochs + price.GENERATION * work.generated
+        )
+        assert (
+            cost <= price.MOST_SHARE * whole + 1e-9
+            and len(plan.norms) + plan.spikes <= price.MOST_PLACES
+        )
         assert plan.critical <= plan.norms <= set(range(1, steps + 1))
         assert not plan.norms or 1 in plan.norms
         assert len(plan.norms) < 2 or steps in plan.norms
@@ -336,7 +398,9 @@ def test_a_short_training_says_why_it_is_not_measured(tmp_path: Path, capsys):
     run = sharpscope.load_run(tmp_path / "run")
     assert "attribution" not in run.tokens().dropna(axis=1, how="all") and run.probes.empty
     assert "2 steps are too few" in run.info["not_measured"]["probes.preset"]
-    assert "to measure every step: recording={'token_gradients_every': 1}" in capsys.readouterr().err
+    assert (
+        "to measure every step: recording={'token_gradients_every': 1}" in capsys.readouterr().err
+    )
 
 
 # -- The recipes of docs/trainers/recipes.md on stubs that call the losses as the trainers do.
@@ -352,21 +416,30 @@ def recipe(title: str) -> dict[str, Any]:
     return names
 
 
-def clipped(logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def clipped(
+    logp: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
     ratio = (logp - old).exp()
-    return -(torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)) * mask).sum() / mask.sum()
+    return (
+        -(torch.minimum(advantage * ratio, advantage * ratio.clamp(0.8, 1.2)) * mask).sum()
+        / mask.sum()
+    )
 
 
 class PolicyLoss(nn.Module):
     """As OpenRLHF's (models/loss.py)."""
 
-    def forward(self, log_probs, old_log_probs, advantages, action_mask=None, rollout_log_probs=None):
+    def forward(
+        self, log_probs, old_log_probs, advantages, action_mask=None, rollout_log_probs=None
+    ):
         loss = clipped(log_probs, old_log_probs, advantages, action_mask)
         return loss, loss.detach(), loss.detach(), None
 
 
 class Strategy:
-    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model") -> None:
+    def optimizer_step(
+        self, optimizer: Any, model: Any, scheduler: Any, name: str = "model"
+    ) -> None:
         optimizer.step()
         optimizer.zero_grad()
 
@@ -375,13 +448,22 @@ class OpenRlhf:
     """As OpenRLHF's ActorPPOTrainer.training_step (trainer/ray/ppo_actor.py)."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
-        self.actor, self.actor_optim, self.tokenizer = SimpleNamespace(model=model), optimizer, tokenizer()
+        self.actor, self.actor_optim, self.tokenizer = (
+            SimpleNamespace(model=model),
+            optimizer,
+            tokenizer(),
+        )
         self.actor_loss_fn, self.strategy = PolicyLoss(), Strategy()
 
     def training_step(self, experience: Any, kl_ctl: float, step: int) -> None:
         logp = logps(self.actor.model, experience.sequences, experience.attention_mask)[:, -LENGTH:]
-        known = {"action_mask": experience.action_mask, "rollout_log_probs": experience.rollout_log_probs}
-        loss, *_ = self.actor_loss_fn(logp, experience.action_log_probs, experience.advantages, **known)
+        known = {
+            "action_mask": experience.action_mask,
+            "rollout_log_probs": experience.rollout_log_probs,
+        }
+        loss, *_ = self.actor_loss_fn(
+            logp, experience.action_log_probs, experience.advantages, **known
+        )
         loss.backward()
         self.strategy.optimizer_step(self.actor_optim, self.actor, None, name="actor")
 
@@ -391,7 +473,9 @@ def openrlhf(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyP
     rec = recipe("openrlhf")["record_openrlhf"](trainer, out) if out else None
     for step in range(2):
         b = drawn(model, step)
-        e = SimpleNamespace(sequences=b["ids"], attention_mask=b["attention"], action_mask=b["mask"][:, -LENGTH:])
+        e = SimpleNamespace(
+            sequences=b["ids"], attention_mask=b["attention"], action_mask=b["mask"][:, -LENGTH:]
+        )
         e.action_log_probs = e.rollout_log_probs = b["old"][:, -LENGTH:]
         e.advantages = b["advantages"][:, None].expand(-1, LENGTH)
         trainer.training_step(e, 0.0, step)
@@ -407,21 +491,32 @@ def skyrl(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyPatc
         register = staticmethod(losses.__setitem__)
         get = staticmethod(losses.__getitem__)
 
-    def regular(log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None):
+    def regular(
+        log_probs, old_log_probs, advantages, config, loss_mask=None, rollout_logprobs=None
+    ):
         return clipped(log_probs, old_log_probs, advantages, loss_mask), {}
 
     losses["regular"] = regular
     names = "skyrl skyrl.backends skyrl.backends.skyrl_train skyrl.backends.skyrl_train.utils"
     for name in (*names.split(), "skyrl.backends.skyrl_train.utils.ppo_utils"):
         patch.setitem(sys.modules, name, ModuleType(name))
-    sys.modules["skyrl.backends.skyrl_train.utils.ppo_utils"].PolicyLossRegistry = PolicyLossRegistry
+    sys.modules[
+        "skyrl.backends.skyrl_train.utils.ppo_utils"
+    ].PolicyLossRegistry = PolicyLossRegistry
     rec = recipe("skyrl")["record_skyrl"](model, optimizer, tokenizer(), out) if out else None
     for step in range(2):
         b = drawn(model, step)
         logp = logps(model, b["ids"], b["attention"])[:, -LENGTH:]
         old, advantage = b["old"][:, -LENGTH:], b["advantages"][:, None].expand(-1, LENGTH)
         compute = losses["recorded" if rec else "regular"]
-        loss, _ = compute(logp, old, advantage, config=None, loss_mask=b["mask"][:, -LENGTH:], rollout_logprobs=old)
+        loss, _ = compute(
+            logp,
+            old,
+            advantage,
+            config=None,
+            loss_mask=b["mask"][:, -LENGTH:],
+            rollout_logprobs=old,
+        )
         loss.backward()
         if rec:
             rec.step()
@@ -435,8 +530,12 @@ def areal(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyPatc
     """As AReaL's grpo_loss_fn (trainer/ppo/actor.py): sequences packed into one row, entry j of a value belongs to token j + 1."""
     actor: Any = ModuleType("areal.trainer.ppo.actor")
 
-    def grpo_loss_fn(logprobs: Any, entropy: Any, input_data: Any, eps_clip: float, **_: Any) -> Any:
-        return clipped(logprobs, input_data["prox_logp"], input_data["advantages"], input_data["loss_mask"])
+    def grpo_loss_fn(
+        logprobs: Any, entropy: Any, input_data: Any, eps_clip: float, **_: Any
+    ) -> Any:
+        return clipped(
+            logprobs, input_data["prox_logp"], input_data["advantages"], input_data["loss_mask"]
+        )
 
     actor.grpo_loss_fn = grpo_loss_fn
     for name in ("areal", "areal.trainer", "areal.trainer.ppo"):
@@ -450,7 +549,12 @@ def areal(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyPatc
         rolled = torch.cat([logps(model, b["ids"], b["attention"]), torch.zeros(len(there), 1)], 1)
         mask = torch.cat([b["mask"][:, 1:], torch.zeros(len(there), 1)], 1)
         old = torch.cat([b["old"], torch.zeros(len(there), 1)], 1)
-        data = {"input_ids": b["ids"][there], "loss_mask": mask[there], "logprobs": old[there], "prox_logp": old[there]}
+        data = {
+            "input_ids": b["ids"][there],
+            "loss_mask": mask[there],
+            "logprobs": old[there],
+            "prox_logp": old[there],
+        }
         data["advantages"] = b["advantages"][:, None].expand_as(old)[there]
         data["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.long), there.sum(1).cumsum(0)])
         actor.grpo_loss_fn(rolled[there], None, data, eps_clip=0.2).backward()
@@ -466,8 +570,12 @@ def areal(model: Any, optimizer: Any, out: Path | None, patch: pytest.MonkeyPatc
 def test_a_recipe_records_the_loss_and_changes_nothing(train, tmp_path: Path, monkeypatch):
     plain, recorded, first = (small_model() for _ in range(3))
     train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), None, monkeypatch)
-    train(recorded, torch.optim.AdamW(recorded.parameters(), lr=0.01), tmp_path / "run", monkeypatch)
-    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), recorded.parameters(), strict=True))
+    train(
+        recorded, torch.optim.AdamW(recorded.parameters(), lr=0.01), tmp_path / "run", monkeypatch
+    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), recorded.parameters(), strict=True)
+    )
     run = sharpscope.load_run(tmp_path / "run")
     assert run.status == "finished" and run.steps["step"].tolist() == [1, 2]
     b = drawn(first, 0)
@@ -479,7 +587,9 @@ def test_a_recipe_records_the_loss_and_changes_nothing(train, tmp_path: Path, mo
     assert tokens["token_id"].tolist() == b["ids"][:, 1:][inside].tolist()
     np.testing.assert_allclose(tokens["logp"], b["old"][inside], atol=1e-5)
     np.testing.assert_allclose(tokens["behavior_logp"], b["old"][inside], atol=1e-5)
-    clipped(logps(first, b["ids"], b["attention"]), b["old"], b["advantages"][:, None], b["mask"][:, 1:]).backward()
+    clipped(
+        logps(first, b["ids"], b["attention"]), b["old"], b["advantages"][:, None], b["mask"][:, 1:]
+    ).backward()
     norm = sum(float(p.grad.double().square().sum()) for p in first.parameters()) ** 0.5
     assert run.updates["grad_norm"][0] == pytest.approx(norm, rel=1e-5)
 
@@ -499,7 +609,9 @@ def test_gradients_that_are_kept_elsewhere_are_not_zero(tmp_path: Path):
     rec.close()
     run = sharpscope.load_run(tmp_path / "run")
     assert (
-        np.isnan(run.steps["grad_norm"][0]) and set(run.events["rule"]) >= {"no_gradient"} and run.status == "finished"
+        np.isnan(run.steps["grad_norm"][0])
+        and set(run.events["rule"]) >= {"no_gradient"}
+        and run.status == "finished"
     )
     assert (run.tokens()["loss_coef"] == 1).all() and "zero_gradient" not in set(run.events["rule"])
 
@@ -509,7 +621,9 @@ def test_tinkers_writer_makes_a_table(tmp_path: Path):
         inputs = {"target_tokens": ids[1:], "mask": mask, "logprobs": [-0.5 * m for m in mask]}
         inputs |= {"advantages": [2.0 * m for m in mask]}
         tensors = {name: torch.tensor(values) for name, values in inputs.items()}
-        return SimpleNamespace(model_input=SimpleNamespace(to_ints=lambda: ids[:-1]), loss_fn_inputs=tensors)
+        return SimpleNamespace(
+            model_input=SimpleNamespace(to_ints=lambda: ids[:-1]), loss_fn_inputs=tensors
+        )
 
     data = [datum([3, 4, 5, 6], [0, 1, 1]), datum([7, 8, 9, 5, 4], [0, 0, 1, 1])]
     logp = [[0.0, -0.6, -0.4], [0.0, 0.0, -0.5, -0.7]]
@@ -518,5 +632,9 @@ def test_tinkers_writer_makes_a_table(tmp_path: Path):
     run = sharpscope.load_run(tmp_path / "run")
     assert [json.loads(ids) for ids in run.rollouts["token_ids"]] == [[3, 4, 5, 6], [7, 8, 9, 5, 4]]
     tokens = run.tokens()
-    assert tokens["token_id"].tolist() == [5, 6, 5, 4] and run.rollouts["prompt_tokens"].tolist() == [2, 3]
-    np.testing.assert_allclose(tokens["loss_coef"], -2 * np.exp(tokens["logp"] - tokens["behavior_logp"]), rtol=1e-6)
+    assert tokens["token_id"].tolist() == [5, 6, 5, 4] and run.rollouts[
+        "prompt_tokens"
+    ].tolist() == [2, 3]
+    np.testing.assert_allclose(
+        tokens["loss_coef"], -2 * np.exp(tokens["logp"] - tokens["behavior_logp"]), rtol=1e-6
+    )

@@ -62,21 +62,36 @@ def test_every_number_of_a_token_is_autograds_in_float64(make, arguments, loss, 
         pytest.skip("this TRL computes dft's loss by a function of its own, which is refused")
     keep = Weights()
     one.add_callback(keep)
-    record(one, out=tmp_path / "run", recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0})
+    record(
+        one,
+        out=tmp_path / "run",
+        recording={"token_gradients_every": 1, "exact_tokens": 100, "group_share": 1.0},
+    )
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
-    assert run.events["rule"].isin(["probe", "memory"]).all()  # an update of DPO may have no critical learning rate
+    # an update of DPO may have no critical learning rate
+    assert run.events["rule"].isin(["probe", "memory"]).all()
     compare(run, keep.before, small_model(), loss)
 
 
 def rows_of(run: Any, step: int) -> tuple[Any, list[tuple[list[int], list[int]]]]:
     """The tokens of a step, and prompt and completion of each row."""
-    tokens, rollouts = run.tokens(steps=[step]), run.rollouts[run.rollouts["step"] == step].sort_values("rollout")
-    ids = [tokens[tokens["rollout"] == row.rollout]["token_id"].tolist() for row in rollouts.itertuples()]
-    return tokens, list(zip((tokenizer()(prompt)["input_ids"] for prompt in rollouts["prompt"]), ids, strict=True))
+    tokens, rollouts = (
+        run.tokens(steps=[step]),
+        run.rollouts[run.rollouts["step"] == step].sort_values("rollout"),
+    )
+    ids = [
+        tokens[tokens["rollout"] == row.rollout]["token_id"].tolist()
+        for row in rollouts.itertuples()
+    ]
+    return tokens, list(
+        zip((tokenizer()(prompt)["input_ids"] for prompt in rollouts["prompt"]), ids, strict=True)
+    )
 
 
-def compare(run: Any, before: list[dict[str, torch.Tensor]], made: Any, loss: Any, beta: float = 0.4) -> None:
+def compare(
+    run: Any, before: list[dict[str, torch.Tensor]], made: Any, loss: Any, beta: float = 0.4
+) -> None:
     """Compare each step's tokens and gradient norm with the oracle at the weights `before` it; no `loss`: that of DPO."""
     reference, model = copy.deepcopy(made).double(), copy.deepcopy(made).double()
     for step, weights in enumerate(before, 1):
@@ -90,7 +105,9 @@ def compare(run: Any, before: list[dict[str, torch.Tensor]], made: Any, loss: An
         assert run.steps["grad_norm"].iloc[step - 1] == pytest.approx(found.gradient_norm, rel=1e-5)
 
 
-def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, loss: Any, beta: float = 0.4) -> None:
+def check_critical(
+    run: Any, weights: list[dict[str, torch.Tensor]], made: Any, loss: Any, beta: float = 0.4
+) -> None:
     """Compare the critical sharpness of each update with a dense line search in float64 along the update that was made.
 
     `weights` are those before each update and at the end. The loss of DPO (no `loss`) rises above its start several times, so
@@ -108,7 +125,9 @@ def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, 
         along = {name: (start[name] - value.double()) / lr for name, value in weights[step].items()}
 
         def total(eta, rows=rows, of_logp=of_logp, start=start, along=along) -> float:
-            model.load_state_dict({name: value - eta * along[name] for name, value in start.items()})
+            model.load_state_dict(
+                {name: value - eta * along[name] for name, value in start.items()}
+            )
             with torch.no_grad():
                 return float(of_logp([oracle.row_logp(model, row) for row in rows]))
 
@@ -128,7 +147,9 @@ def check_critical(run: Any, weights: list[dict[str, torch.Tensor]], made: Any, 
         (dpo_trainer, {"beta": 0.4}, None),
     ],
 )
-def test_the_critical_sharpness_is_that_of_a_dense_line_search(make, arguments, loss, tmp_path: Path, monkeypatch):
+def test_the_critical_sharpness_is_that_of_a_dense_line_search(
+    make, arguments, loss, tmp_path: Path, monkeypatch
+):
     search_finely(monkeypatch)
     one = make(tmp_path / "t", max_grad_norm=0.05, **arguments)
     keep = Weights()
@@ -138,10 +159,15 @@ def test_the_critical_sharpness_is_that_of_a_dense_line_search(make, arguments, 
     run = sharpscope.load_run(tmp_path / "run")
     last = {name: value.detach().clone() for name, value in one.model.state_dict().items()}
     check_critical(run, [*keep.before, last], small_model(), loss)
-    assert run.probes.loc[run.probes["quantity"] == "critical_threshold", "value"].tolist() == [pytest.approx(200)] * 3
+    assert (
+        run.probes.loc[run.probes["quantity"] == "critical_threshold", "value"].tolist()
+        == [pytest.approx(200)] * 3
+    )
     logged = [row for row in one.state.log_history if "loss" in row]
     if "num_tokens" in logged[0]:  # TRL's counter is as if its loss had been computed once
-        assert logged[-1]["num_tokens"] == sum(run.rollouts["prompt"].str.split().str.len()) + len(run.tokens())
+        assert logged[-1]["num_tokens"] == sum(run.rollouts["prompt"].str.split().str.len()) + len(
+            run.tokens()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +193,9 @@ def test_two_processes_make_one_trace(two_processes, name, rows, loss):
             assert all(torch.equal(plain[key], recorded[key]) for key in plain)
     run = sharpscope.load_run(folder / name)
     assert (
-        run.status == "finished" and run.info["processes"] == 2 and run.events["rule"].isin(["probe", "memory"]).all()
+        run.status == "finished"
+        and run.info["processes"] == 2
+        and run.events["rule"].isin(["probe", "memory"]).all()
     )
     assert run.info["sharded"] == name.endswith("fsdp2")
     assert run.rollouts.groupby("step").size().tolist() == [rows] * (len(every[0][name, True]) - 1)
@@ -180,7 +208,8 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
     """Every number of both processes' completions is that of one float64 loss over all of them; a group is in both processes."""
     from trl import GRPOConfig
 
-    corrected = getattr(GRPOConfig, "use_bias_correction_kl", False)  # the default of recent versions
+    # the default of recent versions
+    corrected = getattr(GRPOConfig, "use_bias_correction_kl", False)
     folder, every = two_processes
     for kept in every:
         for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
@@ -195,13 +224,17 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
         assert rollouts["group"].tolist() == [group for group in range(3) for _ in range(4)]
         assert (rollouts.groupby("group")["prompt"].nunique() == 1).all()
         reward = torch.tensor(rollouts["reward"].to_numpy(), dtype=torch.float64).view(3, 4)
-        advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).flatten()
+        advantage = (
+            (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
+        ).flatten()
         np.testing.assert_allclose(rollouts["advantage"], advantage, atol=1e-5)
         rows = []
         for row in rollouts.itertuples():
             ids = tokens[tokens["rollout"] == row.rollout]["token_id"].tolist()
             spoken = words.decode(ids, skip_special_tokens=True)
-            assert row.reward == pytest.approx(evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6)
+            assert row.reward == pytest.approx(
+                evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6
+            )
             rows.append((words(row.prompt)["input_ids"], ids))
 
         def at(update: int, step: int = step) -> None:
@@ -217,14 +250,23 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
             for lp, before, ref, a in zip(logp, old, base, advantage, strict=True):
                 ratio, delta = (lp - before).exp(), ref - lp
                 clipped = -torch.minimum(a * ratio, a * ratio.clamp(1 - 0.05, 1 + 0.05))
-                total = total + (clipped + 0.1 * (delta.exp() - delta - 1) * (ratio if corrected else 1)).sum()
+                total = (
+                    total
+                    + (
+                        clipped + 0.1 * (delta.exp() - delta - 1) * (ratio if corrected else 1)
+                    ).sum()
+                )
             return total / sum(map(len, logp))
 
         for update in (0, 1):
             at(update)
             found = oracle.tokens_of(model, rows, loss)
-            row = run.updates[(run.updates["step"] == step) & (run.updates["update"] == update)].iloc[0]
-            assert row["grad_norm"] == pytest.approx(found.gradient_norm, rel=1e-5) and row["tokens"] == len(found.logp)
+            row = run.updates[
+                (run.updates["step"] == step) & (run.updates["update"] == update)
+            ].iloc[0]
+            assert row["grad_norm"] == pytest.approx(found.gradient_norm, rel=1e-5) and row[
+                "tokens"
+            ] == len(found.logp)
             change = found.logp - torch.cat(old)
             assert row["ratio_max"] == pytest.approx(float(change.exp().max()), rel=1e-5)
             if update == 0:
@@ -233,9 +275,15 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
                 np.testing.assert_allclose(tokens["score_norm"], found.score_norm, rtol=1e-5)
                 np.testing.assert_allclose(tokens["attribution"], found.attribution, atol=1e-5)
         # at the second update, of a policy that has moved
-        assert row["loss"] == pytest.approx(float(loss([oracle.row_logp(model, r).detach() for r in rows])), rel=1e-4)
+        assert row["loss"] == pytest.approx(
+            float(loss([oracle.row_logp(model, r).detach() for r in rows])), rel=1e-4
+        )
         assert row["clip_fraction_low"] + row["clip_fraction_high"] > 0
-    critical = run.probes[run.probes["quantity"] == "critical_sharpness"] if "quantity" in run.probes else run.probes
+    critical = (
+        run.probes[run.probes["quantity"] == "critical_sharpness"]
+        if "quantity" in run.probes
+        else run.probes
+    )
     assert len(critical)
 
 
@@ -256,7 +304,11 @@ def test_a_loop_in_two_processes_makes_one_trace(tmp_path: Path):
     norm = float(sum(p.grad.double().square().sum() for p in model.parameters())) ** 0.5
     for kind in ("ddp", "fsdp2"):
         run = sharpscope.load_run(tmp_path / kind)
-        assert run.status == "finished" and run.info["processes"] == 2 and run.info["sharded"] == (kind == "fsdp2")
+        assert (
+            run.status == "finished"
+            and run.info["processes"] == 2
+            and run.info["sharded"] == (kind == "fsdp2")
+        )
         tokens = run.tokens(steps=[1])
         np.testing.assert_allclose(tokens["loss_coef"], torch.cat(coefs), rtol=1e-4, atol=1e-8)
         assert run.updates["grad_norm"][0] == pytest.approx(norm, rel=1e-5)
@@ -309,7 +361,9 @@ def test_pairs_of_dpo_are_groups(tmp_path: Path):
     record(one, out=tmp_path / "run")
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
-    assert run.method == run.task == "dpo" and any("beta = 0.1" in note for note in run.info["notes"])
+    assert run.method == run.task == "dpo" and any(
+        "beta = 0.1" in note for note in run.info["notes"]
+    )
     rollouts = run.rollouts
     assert rollouts["reward_parts"].tolist() == ['{"chosen": 1.0}', '{"chosen": 0.0}'] * 4
     assert rollouts["group"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -338,7 +392,12 @@ def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):
     ("change", "message"),
     [
         (lambda batch: batch | {"position_ids": batch["input_ids"]}, "the input 'position_ids'"),
-        (lambda batch: {k: pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()}, "left-padded"),
+        (
+            lambda batch: {
+                k: pad(v, (1, 0)) for k, v in (batch | {"labels": batch["input_ids"]}).items()
+            },
+            "left-padded",
+        ),
     ],
 )
 def test_batches_that_cannot_be_recorded_end_the_recording_alone(change, message, tmp_path: Path):
@@ -361,10 +420,16 @@ def test_batches_that_cannot_be_recorded_end_the_recording_alone(change, message
 
 def test_several_turns_count_their_own_tokens_only(tmp_path: Path):
     """A conversation: two answers are in the loss, the question between them is context."""
-    one = plain_trainer(tmp_path / "t", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=1)
+    one = plain_trainer(
+        tmp_path / "t", max_steps=1, per_device_train_batch_size=1, gradient_accumulation_steps=1
+    )
     ids = torch.tensor([[2, 3, 4, 5, 6, 7, 8, 0]])
     counted = torch.tensor([[0, 0, 1, 1, 0, 1, 0, 0]])
-    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(counted == 0, -100)}
+    batch = {
+        "input_ids": ids,
+        "attention_mask": (ids > 0).long(),
+        "labels": ids.masked_fill(counted == 0, -100),
+    }
     one.data_collator = lambda _: batch
     reference = copy.deepcopy(one.model).double().eval()
     record(one, out=tmp_path / "run", recording=ALL)
@@ -389,7 +454,12 @@ def test_a_spike_of_fine_tuning_is_explained_by_its_tokens(tmp_path: Path):
 
     def collate(_: Any) -> dict[str, torch.Tensor]:
         calls.append(None)
-        ids = torch.tensor([usual[: 12 - (len(calls) + row) % 3] + [0] * ((len(calls) + row) % 3) for row in range(4)])
+        ids = torch.tensor(
+            [
+                usual[: 12 - (len(calls) + row) % 3] + [0] * ((len(calls) + row) % 3)
+                for row in range(4)
+            ]
+        )
         if len(calls) == 13:
             ids[2, 8] = unlikely
         labels = ids.masked_fill(ids == 0, -100)
@@ -404,7 +474,11 @@ def test_a_spike_of_fine_tuning_is_explained_by_its_tokens(tmp_path: Path):
     assert spike.step == 13 and spike.z > 4 and spike.grad_norm > 5 * spike.typical
     assert spike.tokens is not None
     worst = spike.tokens.head(2)  # the unlikely token, and the next one, whose context it is
-    assert set(worst["rollout"]) == {2} and set(worst["position"]) == {5, 6} and unlikely in set(worst["token_id"])
+    assert (
+        set(worst["rollout"]) == {2}
+        and set(worst["position"]) == {5, 6}
+        and unlikely in set(worst["token_id"])
+    )
     assert worst["attribution"].sum() > 0.99
     measured = run.tokens().dropna(subset=["attribution"])
     assert set(measured["step"]) == {13}

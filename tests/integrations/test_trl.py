@@ -42,7 +42,12 @@ from tests.integrations.trainers import (
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
 #: A generation batch for several updates, used twice, in several micro-batches: everything that TRL shuffles and splits.
-REUSED = {"steps_per_generation": 4, "num_iterations": 2, "per_device_train_batch_size": 4, "max_steps": 6}
+REUSED = {
+    "steps_per_generation": 4,
+    "num_iterations": 2,
+    "per_device_train_batch_size": 4,
+    "max_steps": 6,
+}
 
 
 def weights_of(one: Any) -> list[torch.Tensor]:
@@ -70,22 +75,43 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run with clipping by the ratio, a KL term and reuse, the oracle's coefficients beside it; no gradient clipping."""
     folder = tmp_path_factory.mktemp("watched")
     one = trainer(
-        folder / "t", **REUSED, beta=0.1, max_grad_norm=0.0, epsilon=0.02, loss_type="dapo", learning_rate=0.02
+        folder / "t",
+        **REUSED,
+        beta=0.1,
+        max_grad_norm=0.0,
+        epsilon=0.02,
+        loss_type="dapo",
+        learning_rate=0.02,
     )
     # Without critical sharpness, which evaluates TRL's loss again and would call the oracle.
     recorder = record(one, out=folder / "run", recording=ALL, critical_sharpness=False)
     watch, oracle, divergence = Watch(), [], []
     one.add_callback(watch)
-    compute, logps = recorder._original["_compute_loss"], recorder._original["_get_per_token_logps_and_entropies"]
+    compute, logps = (
+        recorder._original["_compute_loss"],
+        recorder._original["_get_per_token_logps_and_entropies"],
+    )
 
     def with_oracle(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
         seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
         with torch.no_grad():
             logp = logps(model, ids, seen, inputs["completion_ids"].shape[1])[0]
-        oracle.append((len(watch.before), inputs[ROW].clone(), loss_coefficients(one, compute, model, inputs, logp)))
+        oracle.append(
+            (
+                len(watch.before),
+                inputs[ROW].clone(),
+                loss_coefficients(one, compute, model, inputs, logp),
+            )
+        )
         alone = inputs | {"advantages": torch.zeros_like(inputs["advantages"])}
-        divergence.append((len(watch.before), inputs[ROW].clone(), loss_coefficients(one, compute, model, alone, logp)))
+        divergence.append(
+            (
+                len(watch.before),
+                inputs[ROW].clone(),
+                loss_coefficients(one, compute, model, alone, logp),
+            )
+        )
         return compute(model, inputs)
 
     uses, used = [], recorded_step.token_loss
@@ -100,7 +126,14 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         patch.setattr(recorded_step, "token_loss", counted)
         one.train()
     run = sharpscope.load_run(folder / "run")
-    return {"run": run, "watch": watch, "oracle": oracle, "trainer": one, "uses": uses, "divergence": divergence}
+    return {
+        "run": run,
+        "watch": watch,
+        "oracle": oracle,
+        "trainer": one,
+        "uses": uses,
+        "divergence": divergence,
+    }
 
 
 def by_token(entries: Any) -> dict[tuple[int, int, int, int], float]:
@@ -126,8 +159,14 @@ def test_each_use_of_a_token_has_the_coefficient_of_trls_loss(watched):
     assert np.abs(expected).max() > 1e-5
     np.testing.assert_allclose(tokens["kl_coef"], expected, rtol=1e-3, atol=1e-7)
     # Two updates see a batch first, two more see it again, off policy.
-    assert {at[3] for at in tokens.index} == {0, 1} and len(tokens) + len(uses) == run.updates["tokens"].sum()
-    assert tokens["ref_logp"].notna().all() and (tokens["ratio"] != 1).any() and (uses["ratio"] != 1).any()
+    assert {at[3] for at in tokens.index} == {0, 1} and len(tokens) + len(uses) == run.updates[
+        "tokens"
+    ].sum()
+    assert (
+        tokens["ref_logp"].notna().all()
+        and (tokens["ratio"] != 1).any()
+        and (uses["ratio"] != 1).any()
+    )
     assert (tokens["clipped"] == 0).mean() > (uses["clipped"] == 0).mean()
 
 
@@ -148,12 +187,17 @@ def test_the_rotation_by_weights_is_that_of_a_training_with_them(tmp_path: Path)
         if weighted:
             compute, logps = one._compute_loss, one._get_per_token_logps_and_entropies
 
-            def loss(model: Any, inputs: Any, compute: Any = compute, logps: Any = logps) -> torch.Tensor:
+            def loss(
+                model: Any, inputs: Any, compute: Any = compute, logps: Any = logps
+            ) -> torch.Tensor:
                 ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
                 seen = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
                 with torch.no_grad():
                     logp = logps(model, ids, seen, inputs["completion_ids"].shape[1])[0]
-                return compute(model, inputs | {"advantages": inputs["advantages"][:, None] * (1 - logp.exp() / 2)})
+                return compute(
+                    model,
+                    inputs | {"advantages": inputs["advantages"][:, None] * (1 - logp.exp() / 2)},
+                )
 
             one._compute_loss = loss
         else:
@@ -175,7 +219,10 @@ def test_the_rotation_by_weights_is_that_of_a_training_with_them(tmp_path: Path)
 def test_weights_that_turn_nothing_or_cannot_be_compared_are_refused(tmp_path: Path):
     for given, message in (
         ({"rotation": "dapo"}, "has no token weights"),
-        ({"recording": {"rotation_every": 1}}, r"recording\.rotation_every: say by which token weights"),
+        (
+            {"recording": {"rotation_every": 1}},
+            r"recording\.rotation_every: say by which token weights",
+        ),
         ({"recording": {"token_gradient_every": 5}}, "token_gradient_every: unknown"),
     ):
         with pytest.raises(UserError, match=message):
@@ -198,7 +245,11 @@ def test_updates_and_steps_count_every_use_of_a_token(watched):
     for update in range(6):
         values, row = of([update]), table.loc[(update // 4 + 1, update % 4)]
         ratio, change, clipped = (values[name] for name in ("ratio", "log_ratio", "clipped"))
-        wanted = {"tokens": len(ratio), "ratio_min": float(ratio.min()), "ratio_max": float(ratio.max())}
+        wanted = {
+            "tokens": len(ratio),
+            "ratio_min": float(ratio.min()),
+            "ratio_max": float(ratio.max()),
+        }
         wanted |= {"kl_old_k3": float((change.exp() - 1 - change).mean())}
         wanted |= {"clip_fraction_low": float((clipped < 0).double().mean())}
         wanted |= {"clip_fraction_high": float((clipped > 0).double().mean())}
@@ -207,8 +258,12 @@ def test_updates_and_steps_count_every_use_of_a_token(watched):
     steps = run.steps
     for row, updates in ((0, range(4)), (1, range(4, 6))):
         values = of(updates)
-        assert steps["clip_fraction_low"].iloc[row] == float((values["clipped"] < 0).double().mean())
-        assert steps["clip_fraction_high"].iloc[row] == float((values["clipped"] > 0).double().mean())
+        assert steps["clip_fraction_low"].iloc[row] == float(
+            (values["clipped"] < 0).double().mean()
+        )
+        assert steps["clip_fraction_high"].iloc[row] == float(
+            (values["clipped"] > 0).double().mean()
+        )
         assert steps["kl"].iloc[row] == pytest.approx(float(values["kl"].mean()), rel=1e-9)
     assert steps["clip_fraction_low"].iloc[0] + steps["clip_fraction_high"].iloc[0] > 0
     assert steps["redrawn_groups"].isna().all()  # TRL draws no group again, and does not say so
@@ -216,13 +271,21 @@ def test_updates_and_steps_count_every_use_of_a_token(watched):
 
 def test_norms_of_gradient_and_update_and_shares(watched):
     watch, run = watched["watch"], watched["run"]
-    norm = [float(sum(g.double().square().sum() for g in gradient)) ** 0.5 for gradient in watch.gradients]
+    norm = [
+        float(sum(g.double().square().sum() for g in gradient)) ** 0.5
+        for gradient in watch.gradients
+    ]
     moved = [
-        float(sum((b.double() - a.double()).square().sum() for a, b in zip(one, two, strict=True))) ** 0.5
+        float(sum((b.double() - a.double()).square().sum() for a, b in zip(one, two, strict=True)))
+        ** 0.5
         for one, two in zip(watch.before, watch.after, strict=True)
     ]
-    np.testing.assert_allclose(run.steps["grad_norm"], [np.mean(norm[:4]), np.mean(norm[4:])], rtol=1e-5)
-    np.testing.assert_allclose(run.steps["update_norm"], [np.mean(moved[:4]), np.mean(moved[4:])], rtol=1e-4)
+    np.testing.assert_allclose(
+        run.steps["grad_norm"], [np.mean(norm[:4]), np.mean(norm[4:])], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        run.steps["update_norm"], [np.mean(moved[:4]), np.mean(moved[4:])], rtol=1e-4
+    )
     assert run.steps["updates"].tolist() == [4, 2]  # the training ended within the second step
     tokens = run.tokens()
     shares = tokens.groupby(["step", "update"])["attribution"].sum()
@@ -236,18 +299,24 @@ def test_rows_are_joined_through_the_shuffle(watched):
     words = tokenizer()
     tokens = run.tokens()
     for (step, rollout), mine in tokens.groupby(["step", "rollout"]):
-        row = run.rollouts[(run.rollouts["step"] == step) & (run.rollouts["rollout"] == rollout)].iloc[0]
+        row = run.rollouts[
+            (run.rollouts["step"] == step) & (run.rollouts["rollout"] == rollout)
+        ].iloc[0]
         ids = mine.sort_values("position")["token_id"].tolist()
         assert words.decode([i for i in ids if i != 1]) == row["completion"]
         spoken = words.decode(ids, skip_special_tokens=True)
-        assert row["reward"] == pytest.approx(evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6)
+        assert row["reward"] == pytest.approx(
+            evens([spoken])[0] - 0.01 * len(spoken.split()), abs=1e-6
+        )
         assert row["correct"] is None
         np.testing.assert_allclose(mine["advantage"], row["advantage"], rtol=1e-6)
     assert run.steps["accuracy"].isna().all() and run.steps["reward_mean"].notna().all()
     assert (run.rollouts.groupby(["step", "group"])["prompt"].nunique() == 1).all()
     assert set(run.rollouts["prompt"]) <= set(PROMPTS)
     grouped = run.rollouts.groupby(["step", "group"])["reward"]
-    expected = (run.rollouts["reward"] - grouped.transform("mean")) / (grouped.transform("std") + 1e-4)
+    expected = (run.rollouts["reward"] - grouped.transform("mean")) / (
+        grouped.transform("std") + 1e-4
+    )
     np.testing.assert_allclose(run.rollouts["advantage"], expected, atol=1e-4)
 
 
@@ -270,39 +339,70 @@ def test_statistics_are_those_of_the_policy_at_the_steps_start(watched):
     assert mine["behavior_logp"].isna().all()  # without a server TRL does not know the sampler's
 
 
-def test_statistics_from_trls_own_forward_pass_are_those_of_the_recorders(tmp_path: Path, monkeypatch):
+def test_statistics_from_trls_own_forward_pass_are_those_of_the_recorders(
+    tmp_path: Path, monkeypatch
+):
     """From the second step on, where the first has shown that both agree; two micro-batches, the second use of a token off policy."""
     measured, statistics = [], Scorer.statistics
-    monkeypatch.setattr(Scorer, "statistics", lambda *args, **named: measured.append(1) or statistics(*args, **named))
+    monkeypatch.setattr(
+        Scorer,
+        "statistics",
+        lambda *args, **named: measured.append(1) or statistics(*args, **named),
+    )
     monkeypatch.setattr(GrpoRecorder, "_kl_step", lambda *_: None)
     runs, weights = [], []
     for same in (recorded_step.SAME, 0.0):
         monkeypatch.setattr(recorded_step, "SAME", same)
         one = trainer(tmp_path / "t", num_iterations=2, max_steps=6, temperature=0.8)
-        record(one, out=tmp_path / f"run-{same}", recording={"token_gradients_every": 0}, critical_sharpness=1)
+        record(
+            one,
+            out=tmp_path / f"run-{same}",
+            recording={"token_gradients_every": 0},
+            critical_sharpness=1,
+        )
         one.train()
         runs.append(sharpscope.load_run(tmp_path / f"run-{same}").tokens())
         weights.append(weights_of(one))
         assert len(measured) == (1 if same else 1 + 3)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
-    for name in ("logp", "logit", "entropy", "collision", "polarity", "logit_grad_norm", "head_grad_norm", "loss_coef"):
+    for name in (
+        "logp",
+        "logit",
+        "entropy",
+        "collision",
+        "polarity",
+        "logit_grad_norm",
+        "head_grad_norm",
+        "loss_coef",
+    ):
         np.testing.assert_allclose(runs[0][name], runs[1][name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
 def test_statistics_of_completions_that_the_first_update_does_not_use(tmp_path: Path):
     """Two of three micro-batches are an update's: the third is used after it, when TRL's pass no longer has the step's policy."""
-    sizes = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 2, "max_steps": 6}
+    sizes = {
+        "steps_per_generation": 3,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "max_steps": 6,
+    }
     one = trainer(tmp_path / "t", **sizes)
     record(one, out=tmp_path / "run", recording={"token_gradients_every": 0})
     one.train()
     tokens = sharpscope.load_run(tmp_path / "run").tokens()
-    assert tokens["step"].nunique() > 1 and (tokens["logp"] < 0).all() and (tokens["entropy"] > 0).all()
+    assert (
+        tokens["step"].nunique() > 1
+        and (tokens["logp"] < 0).all()
+        and (tokens["entropy"] > 0).all()
+    )
 
 
 def test_it_says_where_trls_log_probabilities_are_not_ours(tmp_path: Path):
     """TRL counts the positions of a left-padded prompt from the padding on; a model with absolute positions notices."""
     for name in ("gpt2", "qwen2"):
-        one = trainer(tmp_path / name, architecture=name, max_steps=1, per_device_train_batch_size=16)
+        one = trainer(
+            tmp_path / name, architecture=name, max_steps=1, per_device_train_batch_size=16
+        )
         record(one, out=tmp_path / f"{name}-run")
         one.train()
     events = sharpscope.load_run(tmp_path / "gpt2-run").events.set_index("rule")
@@ -325,7 +425,9 @@ def test_another_loss_does_not_end_the_training(tmp_path: Path):
     one = trainer(tmp_path / "b", kind=Other)
     with pytest.warns(UserWarning, match="Other overrides compute_loss"):
         record(one, out=tmp_path / "run", recording=ALL)
-    with pytest.warns(UserWarning, match="stopped recording at step 1 .*computes it in another way"):
+    with pytest.warns(
+        UserWarning, match="stopped recording at step 1 .*computes it in another way"
+    ):
         one.train()
     assert all(torch.equal(a, b) for a, b in zip(weights_of(plain), weights_of(one), strict=True))
     run = sharpscope.load_run(tmp_path / "run")
@@ -333,13 +435,24 @@ def test_another_loss_does_not_end_the_training(tmp_path: Path):
     assert not any(name in vars(one) for name in GrpoRecorder.wrapped)
 
 
-FAILING = ["start", "begin", "_generated", "_use", "_keep", "_micro_step_done", "gradient_done", "before_update"]
+FAILING = [
+    "start",
+    "begin",
+    "_generated",
+    "_use",
+    "_keep",
+    "_micro_step_done",
+    "gradient_done",
+    "before_update",
+]
 FAILING += ["observe_update", "after_update", "_close_step", "_kl_step", "_append"]
 
 
 @pytest.mark.may_stop
 @pytest.mark.parametrize("name", FAILING)
-def test_a_recorder_that_fails_leaves_the_training_alone(name, tmp_path: Path, monkeypatch, unrecorded):
+def test_a_recorder_that_fails_leaves_the_training_alone(
+    name, tmp_path: Path, monkeypatch, unrecorded
+):
     one = trainer(tmp_path / "t", **REUSED)
     recorder = record(one, out=tmp_path / "run", recording=ALL, critical_sharpness=1)
     work, calls = getattr(recorder, name), []
@@ -352,12 +465,19 @@ def test_a_recorder_that_fails_leaves_the_training_alone(name, tmp_path: Path, m
         return work(*args, **named)
 
     monkeypatch.setattr(recorder, name, fail)
-    with pytest.warns(UserWarning, match=r"stopped recording at step \d \(RuntimeError: a bug\); the training goes on"):
+    with pytest.warns(
+        UserWarning,
+        match=r"stopped recording at step \d \(RuntimeError: a bug\); the training goes on",
+    ):
         one.train()
     assert all(torch.equal(a, b) for a, b in zip(unrecorded, weights_of(one), strict=True))
     if name not in ("start", "begin"):
         run = sharpscope.load_run(tmp_path / "run")
-        assert run.status == "interrupted" and "recorder" in set(run.events["rule"]) and not run.verify()
+        assert (
+            run.status == "interrupted"
+            and "recorder" in set(run.events["rule"])
+            and not run.verify()
+        )
     assert not any(method in vars(one) for method in GrpoRecorder.wrapped)
 
 
@@ -369,11 +489,16 @@ def unrecorded(tmp_path_factory: pytest.TempPathFactory) -> list[torch.Tensor]:
 
 
 def test_a_second_run_gets_a_name_of_its_own_and_a_resumed_one_goes_on(tmp_path: Path, capsys):
-    whole = trainer(tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1, repetition_penalty=1.1)
+    whole = trainer(
+        tmp_path / "t", max_steps=4, save_strategy="steps", save_steps=1, repetition_penalty=1.1
+    )
     record(whole, out=tmp_path / "run", recording=ALL)
     whole.train()
     told = capsys.readouterr().err
-    assert f"recording to {tmp_path / 'run'} " in told and f"try: sharpscope show {tmp_path / 'run'}" in told
+    assert (
+        f"recording to {tmp_path / 'run'} " in told
+        and f"try: sharpscope show {tmp_path / 'run'}" in told
+    )
     before = sharpscope.load_run(tmp_path / "run")
     assert any("repetition_penalty = 1.1" in note for note in before.info["notes"])
     steps, tokens = before.steps, before.tokens()
@@ -388,7 +513,8 @@ def test_a_second_run_gets_a_name_of_its_own_and_a_resumed_one_goes_on(tmp_path:
     record(third, out=tmp_path / "run")
     third.train()
     assert sharpscope.load_run(tmp_path / "run-2").steps["step"].tolist() == [1, 2]
-    third.train(resume_from_checkpoint=str(tmp_path / "u" / "checkpoint-1"))  # in its own trace, not in `out`
+    # in its own trace, not in `out`
+    third.train(resume_from_checkpoint=str(tmp_path / "u" / "checkpoint-1"))
     runs = [sharpscope.load_run(tmp_path / name) for name in ("run", "run-2")]
     assert ["resumed" in set(one.events["rule"]) for one in runs] == [True, True]
     assert [one.steps["step"].tolist() for one in runs] == [[1, 2, 3, 4], [1, 2]]
@@ -402,19 +528,28 @@ def test_rewards_that_no_function_gave_are_not_zero(tmp_path: Path):
     record(one, out=tmp_path / "run", correct=0.5)
     one.train()
     run = sharpscope.load_run(tmp_path / "run")
-    assert run.rollouts["reward"].isna().mean() == 0.5 and (run.rollouts["reward"].dropna() == 1).all()
+    assert (
+        run.rollouts["reward"].isna().mean() == 0.5 and (run.rollouts["reward"].dropna() == 1).all()
+    )
     (event,) = run.events[run.events["rule"] == "nan_reward"].itertuples()
     assert event.value == 0.5 and "8 of 16 completions" in event.message
 
 
 def test_a_gradient_of_zero_is_the_reason_and_clipped_tokens_are_named(tmp_path: Path, watched):
-    one = trainer(tmp_path / "t", rewards=[lambda completions, **_: [0.0] * len(completions)], max_steps=1)
+    one = trainer(
+        tmp_path / "t", rewards=[lambda completions, **_: [0.0] * len(completions)], max_steps=1
+    )
     record(one, out=tmp_path / "run")
     one.train()
     assert "zero_gradient" in set(sharpscope.load_run(tmp_path / "run").events["rule"])
     shown = CliRunner().invoke(app, ["show", str(tmp_path / "run")]).output
-    assert "the gradient was 0 at every step" in " ".join(shown.split()) and "recorded (recording" not in shown
-    listed = CliRunner().invoke(app, ["tokens", str(watched["run"].path), "--step", "1", "--by", "clipped"])
+    assert (
+        "the gradient was 0 at every step" in " ".join(shown.split())
+        and "recorded (recording" not in shown
+    )
+    listed = CliRunner().invoke(
+        app, ["tokens", str(watched["run"].path), "--step", "1", "--by", "clipped"]
+    )
     assert listed.exit_code == 0 and "tokens by |clipped|" in listed.output
 
 
@@ -431,13 +566,19 @@ def test_versions_of_trl(tmp_path: Path, monkeypatch):
 
 def test_detach_gives_the_trainer_back(tmp_path: Path):
     one = trainer(tmp_path / "t")
-    before, callbacks = {name: getattr(one, name) for name in GrpoRecorder.wrapped}, one.callback_handler.callbacks[:]
+    before, callbacks = (
+        {name: getattr(one, name) for name in GrpoRecorder.wrapped},
+        one.callback_handler.callbacks[:],
+    )
     recorder = record(one, out=tmp_path / "run")
     with pytest.raises(UserError, match="recorded already"):
         record(one, out=tmp_path / "other")
     recorder.detach()
     recorder.detach()  # a second time does nothing
-    assert all(getattr(one, name) == before[name] and name not in vars(one) for name in GrpoRecorder.wrapped)
+    assert all(
+        getattr(one, name) == before[name] and name not in vars(one)
+        for name in GrpoRecorder.wrapped
+    )
     assert one.callback_handler.callbacks == callbacks and not (tmp_path / "run").exists()
 
 
@@ -474,7 +615,9 @@ def test_the_samplers_correction_is_recorded(tmp_path: Path):
     one.train()
     tokens = sharpscope.load_run(tmp_path / "run").tokens()
     wide = tokens["correction"] - tokens["position"]
-    assert (wide.groupby(tokens["rollout"]).nunique() == 1).all() and tokens["correction"].is_monotonic_increasing
+    assert (wide.groupby(tokens["rollout"]).nunique() == 1).all() and tokens[
+        "correction"
+    ].is_monotonic_increasing
 
 
 def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: Path, monkeypatch):
@@ -485,7 +628,10 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
 
     def compared(loss_fn: Any, model: Any, direction: Any, **options: Any) -> Any:
         """The slope by a central difference of TRL's own loss, and the losses on both sides of the crossing."""
-        parameters, start = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+        parameters, start = (
+            list(model.parameters()),
+            [p.detach().clone() for p in model.parameters()],
+        )
 
         def at(eta: float) -> float:
             with torch.no_grad():
@@ -512,7 +658,11 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
     norms = run.tokens(columns=["step", "score_norm_local", "attribution"]).groupby("step").count()
     assert (norms > 0).all().all() and list(norms.index) == [1, 2]
     critical = run.probes[run.probes["quantity"] == "critical_sharpness"]
-    assert list(critical["step"]) == [1, 2] and critical["converged"].all() and (critical["value"] > 0).all()
+    assert (
+        list(critical["step"]) == [1, 2]
+        and critical["converged"].all()
+        and (critical["value"] > 0).all()
+    )
     threshold = run.probes[run.probes["quantity"] == "critical_threshold"]
     assert threshold["value"].tolist() == [pytest.approx(2 / 0.01)] * 2
 
@@ -531,7 +681,11 @@ def test_completions_that_trl_masks_for_being_truncated_keep_their_length(tmp_pa
     assert (rows["length"] == spoken)[~masked].all()
     lengths = spoken.groupby(rows["step"]).mean()
     np.testing.assert_allclose(run.steps["completion_length_mean"], lengths)
-    logged = [entry["completions/mean_length"] for entry in one.state.log_history if "completions/mean_length" in entry]
+    logged = [
+        entry["completions/mean_length"]
+        for entry in one.state.log_history
+        if "completions/mean_length" in entry
+    ]
     np.testing.assert_allclose(run.steps["completion_length_mean"], logged)
     # what TRL leaves out of its loss stays out of it
     tokens = run.tokens()
@@ -553,11 +707,31 @@ def test_trl_does_what_our_loop_does(name: str, tmp_path: Path):
     def rewarded(completion_ids: list[list[int]], **_: Any) -> list[float]:
         return [given.rewards[given.completions.index(list(ids))] for ids in completion_ids]
 
-    options = {"beta": KL, "loss_type": case.trl_loss, "scale_rewards": case.scale, "num_iterations": EPOCHS}
-    options |= {"max_steps": EPOCHS, "learning_rate": LR, "adam_epsilon": EPS, "num_generations": GROUP}
+    options = {
+        "beta": KL,
+        "loss_type": case.trl_loss,
+        "scale_rewards": case.scale,
+        "num_iterations": EPOCHS,
+    }
+    options |= {
+        "max_steps": EPOCHS,
+        "learning_rate": LR,
+        "adam_epsilon": EPS,
+        "num_generations": GROUP,
+    }
     options |= {"use_bias_correction_kl": False, "prompts": list(left), "rewards": [rewarded]}
     one = trainer(tmp_path / "t", rollout_func=generated, **options)
-    record(one, out=tmp_path / "run", recording=ALL | {"exact_tokens": 100}, critical_sharpness=False)
+    record(
+        one, out=tmp_path / "run", recording=ALL | {"exact_tokens": 100}, critical_sharpness=False
+    )
     one.train()
-    columns = ["loss_coef", "advantage", "ratio", "logp", "score_norm", "score_norm_local", "attribution"]
+    columns = [
+        "loss_coef",
+        "advantage",
+        "ratio",
+        "logp",
+        "score_norm",
+        "score_norm_local",
+        "attribution",
+    ]
     check_equal(our_run(tmp_path, case), sharpscope.load_run(tmp_path / "run"), columns)

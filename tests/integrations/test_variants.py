@@ -26,7 +26,14 @@ from trl.trainer.callbacks import SyncRefModelCallback
 
 from sharpscope.integrations.record import record
 from sharpscope.integrations.trl import token_loss
-from tests.integrations.trainers import dpo_trainer, evens, plain_trainer, sft_trainer, tokenizer, trainer
+from tests.integrations.trainers import (
+    dpo_trainer,
+    evens,
+    plain_trainer,
+    sft_trainer,
+    tokenizer,
+    trainer,
+)
 from tests.oracles.objective import loss_coefficients
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 1}
@@ -38,7 +45,9 @@ class Penalized(GRPOTrainer):
     """A penalty that no token's log-probability has."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        return super()._compute_loss(model, inputs) + 0.02 * sum(p.square().sum() for p in model.parameters())
+        return super()._compute_loss(model, inputs) + 0.02 * sum(
+            p.square().sum() for p in model.parameters()
+        )
 
 
 class Doubled(GRPOTrainer):
@@ -72,7 +81,12 @@ GRPO: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo"},
     "luspo": {"loss_type": "luspo"},
     "sapo": {"loss_type": "sapo"},
-    "GSPO": {"importance_sampling_level": "sequence", "epsilon": 3e-4, "num_iterations": 2, "max_steps": 4},
+    "GSPO": {
+        "importance_sampling_level": "sequence",
+        "epsilon": 3e-4,
+        "num_iterations": 2,
+        "max_steps": 4,
+    },
     "rewards not scaled": {"scale_rewards": False},
     "cut completions masked": {"mask_truncated_completions": True},
     "rewards of None": {"rewards": [evens, some]},
@@ -99,7 +113,14 @@ def frozen(folder: Path, **arguments: Any) -> Any:
 
 def synchronized(folder: Path, **arguments: Any) -> Any:
     """GRPO whose reference follows the policy, as with sync_ref_model."""
-    one = trainer(folder, beta=0.1, ref_model_sync_steps=1, ref_model_mixup_alpha=0.5, learning_rate=0.05, **arguments)
+    one = trainer(
+        folder,
+        beta=0.1,
+        ref_model_sync_steps=1,
+        ref_model_mixup_alpha=0.5,
+        learning_rate=0.05,
+        **arguments,
+    )
     one.add_callback(SyncRefModelCallback(ref_model=one.ref_model, accelerator=one.accelerator))
     return one
 
@@ -110,7 +131,10 @@ def with_tools(folder: Path, **arguments: Any) -> Any:
 
     def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
         ids = [draw.integers(2, 37, draw.integers(3, 7)).tolist() for _ in prompts]
-        given = {"prompt_ids": [words(prompt)["input_ids"] for prompt in prompts], "completion_ids": ids}
+        given = {
+            "prompt_ids": [words(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": ids,
+        }
         given["logprobs"] = [[-1.0] * len(row) for row in ids]
         return given | {"env_mask": [[1, 0, *[1] * (len(row) - 2)] for row in ids]}
 
@@ -125,7 +149,10 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "Trainer, bf16": (plain_trainer, {"bf16": True}),
     "Trainer, Adafactor": (plain_trainer, {"optim": "adafactor"}),
     "SFT": (sft_trainer, {}),
-    "SFT, compiled": (sft_trainer, {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1}),
+    "SFT, compiled": (
+        sft_trainer,
+        {"torch_compile": True, "torch_compile_backend": "aot_eager", "max_steps": 1},
+    ),
     "SFT, mixture of experts": (sft_trainer, {"architecture": "qwen2_moe"}),
     "SFT, chunked": (sft_trainer, {"loss_type": "chunked_nll"}),
     "SFT, dft": (sft_trainer, {"loss_type": "dft"}),
@@ -138,7 +165,9 @@ OTHERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def trained(make: Any, folder: Path, arguments: dict[str, Any], out: Path | None) -> list[torch.Tensor]:
+def trained(
+    make: Any, folder: Path, arguments: dict[str, Any], out: Path | None
+) -> list[torch.Tensor]:
     one = make(folder, **({"max_steps": 2} | arguments))
     if out is not None:
         with warnings.catch_warnings():
@@ -150,7 +179,9 @@ def trained(make: Any, folder: Path, arguments: dict[str, Any], out: Path | None
 
 def sums(run: Any) -> Any:
     """(step, update) -> sum of the shares of its tokens."""
-    return run.tokens().dropna(subset=["attribution"]).groupby(["step", "update"])["attribution"].sum()
+    return (
+        run.tokens().dropna(subset=["attribution"]).groupby(["step", "update"])["attribution"].sum()
+    )
 
 
 @pytest.mark.parametrize("name", GRPO)
@@ -172,7 +203,11 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
     total = sums(run)
     assert len(total) and not {"attribution_sum", "recorder"} & set(run.events["rule"])
     np.testing.assert_allclose(total, 1, atol=2e-2 if arguments.get("bf16") else 2e-3)
-    critical = run.probes[run.probes["quantity"] == "critical_sharpness"] if len(run.probes) else run.probes
+    critical = (
+        run.probes[run.probes["quantity"] == "critical_sharpness"]
+        if len(run.probes)
+        else run.probes
+    )
     told = " ".join([*run.info["notes"], *run.events["message"]])
     assert critical["value"].notna().any() or "critical" in told  # or the reason
 
@@ -186,7 +221,11 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
         (trainer, {"architecture": "gpt2", "model": {"attn_pdrop": 0.1}}, "dropout of 0.1"),
         (sft_trainer, {"neftune_noise_alpha": 5.0}, "noise on embeddings"),
         (trainer, {"rewards": [nothing]}, "the gradient of an update is 0"),
-        (trainer, {"loss_type": "cispo", "epsilon_high": 5.0}, "loss_type 'cispo' holds factors constant"),
+        (
+            trainer,
+            {"loss_type": "cispo", "epsilon_high": 5.0},
+            "loss_type 'cispo' holds factors constant",
+        ),
         (trainer, {"loss_type": "vespo"}, "loss_type 'vespo' holds factors constant"),
         (trainer, {"num_iterations": 2, "max_steps": 4, "optim": "sgd"}, "AdamW"),
     ],
@@ -216,7 +255,9 @@ def test_what_is_withheld_has_its_reason(make, arguments, reason, tmp_path: Path
         (plain_trainer, {"processing_class": None}, "no tokenizer"),
     ],
 )
-def test_what_is_refused_is_refused_in_one_line(make, arguments, message, tmp_path: Path, monkeypatch):
+def test_what_is_refused_is_refused_in_one_line(
+    make, arguments, message, tmp_path: Path, monkeypatch
+):
     one = make(tmp_path / "t")
     for name, value in arguments.items():
         if name == "processing_class":
@@ -254,8 +295,15 @@ def test_a_bound_acts_where_the_loss_has_no_gradient(options, tmp_path: Path):
     mask = (torch.arange(6) < lengths[:, None]).long()
     old = -torch.rand(4, 6, generator=g)
     logp = old + 0.5 * torch.randn(4, 6, generator=g)
-    inputs = {"prompt_ids": torch.full((4, 2), 3), "prompt_mask": torch.ones(4, 2, dtype=torch.long)}
-    inputs |= {"completion_ids": torch.full((4, 6), 5), "completion_mask": mask, "num_items_in_batch": mask.sum()}
+    inputs = {
+        "prompt_ids": torch.full((4, 2), 3),
+        "prompt_mask": torch.ones(4, 2, dtype=torch.long),
+    }
+    inputs |= {
+        "completion_ids": torch.full((4, 6), 5),
+        "completion_mask": mask,
+        "num_items_in_batch": mask.sum(),
+    }
     inputs |= {"old_per_token_logps": old, "advantages": torch.tensor([1.0, -1.0, 2.0, -0.5])}
     found = token_loss(one, inputs, logp)
     ratio, clipped = found["ratio"], found["clipped"]

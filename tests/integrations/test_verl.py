@@ -41,9 +41,12 @@ PLUGIN = "sharpscope.integrations.verl_plugin"
 
 
 def test_the_entry_point_names_a_module_that_loads():
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8"))[
+        "project"
+    ]
     assert (
-        project["entry-points"]["verl.plugins"] == {"sharpscope": PLUGIN} and "verl" in project["optional-dependencies"]
+        project["entry-points"]["verl.plugins"] == {"sharpscope": PLUGIN}
+        and "verl" in project["optional-dependencies"]
     )
 
 
@@ -64,7 +67,12 @@ def test_a_plugin_that_cannot_record_says_so(monkeypatch, capsys):
     assert "sharpscope: SHARPSCOPE_VERL=runs/x: not recording" in capsys.readouterr().err
 
 
-ENGINE = {"strategy": "fsdp2", "ulysses_sequence_parallel_size": 1, "mixed_precision": None, "use_fused_kernels": False}
+ENGINE = {
+    "strategy": "fsdp2",
+    "ulysses_sequence_parallel_size": 1,
+    "mixed_precision": None,
+    "use_fused_kernels": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +92,9 @@ def test_what_cannot_be_recorded_is_refused_by_name(change, message):
 
 # -- verl itself, in two processes
 
-needs_verl = pytest.mark.skipif(find_spec("verl") is None, reason="verl is not installed (nox -s verl_recorder)")
+needs_verl = pytest.mark.skipif(
+    find_spec("verl") is None, reason="verl is not installed (nox -s verl_recorder)"
+)
 EPSILON = 0.2  # as in worker.py, and KL
 
 
@@ -95,7 +105,14 @@ def trained(folder: Path, run: Path | None, plan: dict[str, Any] | None = None) 
     if run is not None:
         environment["SHARPSCOPE_VERL"] = str(run)
     out = folder / f"kept-{'plain' if run is None else run.name}.pt"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+    ]
     arguments = [str(folder / "model"), str(out)]
     if plan is not None:
         torch.save(plan, folder / "plan.pt")
@@ -129,15 +146,23 @@ FAILING = ("_begin", "_watch", "_updated", "_made", "_write")
 
 @needs_verl
 @pytest.mark.parametrize("name", FAILING)
-def test_a_recorder_that_fails_in_one_process_leaves_the_training_alone(name: str, pair, tmp_path: Path, monkeypatch):
+def test_a_recorder_that_fails_in_one_process_leaves_the_training_alone(
+    name: str, pair, tmp_path: Path, monkeypatch
+):
     plain, _, path = pair
     monkeypatch.setenv("SHARPSCOPE_TEST_FAIL", name)
     (tmp_path / "model").symlink_to(path.parent / "model")
     kept = trained(tmp_path, tmp_path / "run")
-    assert all(torch.equal(a[key], b[key]) for a, b in zip(plain["weights"], kept["weights"], strict=True) for key in a)
+    assert all(
+        torch.equal(a[key], b[key])
+        for a, b in zip(plain["weights"], kept["weights"], strict=True)
+        for key in a
+    )
     if name == "_write":  # the others fail before the run is made
         run = sharpscope.load_run(tmp_path / "run")
-        assert run.status == "interrupted" and "process 1: RuntimeError: a bug" in set(run.events["message"])
+        assert run.status == "interrupted" and "process 1: RuntimeError: a bug" in set(
+            run.events["message"]
+        )
 
 
 Row = tuple[tuple[int, ...], tuple[int, ...]]  # prompt, completion
@@ -177,7 +202,8 @@ def loss_of(known: list[dict[str, torch.Tensor]]) -> Callable[[list[torch.Tensor
                 if a < 0:
                     each = torch.minimum(each, -a * 3.0)
                 delta = one["ref_log_prob"][t] - lp[t]
-                total = total + each + KL * (delta.exp() - delta - 1).clamp(max=10)  # as verl bounds it
+                # as verl bounds it
+                total = total + each + KL * (delta.exp() - delta - 1).clamp(max=10)
         return total / count
 
     return loss
@@ -186,30 +212,44 @@ def loss_of(known: list[dict[str, torch.Tensor]]) -> Callable[[list[torch.Tensor
 @needs_verl
 def test_the_same_weights_with_and_without_the_recorder(pair):
     plain, recorded, _ = pair
-    assert len(plain["weights"]) == 9  # before each of 2 steps × 2 epochs × 2 mini-batches, and at the end
+    # before each of 2 steps × 2 epochs × 2 mini-batches, and at the end
+    assert len(plain["weights"]) == 9
     for one, two in zip(plain["weights"], recorded["weights"], strict=True):
         assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(plain["weights"][0]["lm_head.weight"], plain["weights"][-1]["lm_head.weight"])
+    assert not torch.equal(
+        plain["weights"][0]["lm_head.weight"], plain["weights"][-1]["lm_head.weight"]
+    )
 
 
 @needs_verl
 def test_rows_are_those_of_the_batches(pair):
     _, kept, path = pair
     run = sharpscope.load_run(path)
-    assert run.status == "finished" and run.info["processes"] == 2 and run.info["method"] == "verl vanilla"
+    assert (
+        run.status == "finished"
+        and run.info["processes"] == 2
+        and run.info["method"] == "verl vanilla"
+    )
     for step in (1, 2):
         rollouts = run.rollouts[run.rollouts["step"] == step]
         given = {}
         for one in (own[step - 1] for own in kept["batches"]):
             for row in range(8):
                 if not one["uid"][row].startswith("pad"):
-                    key = (tuple(one["prompts"][row].tolist()), tuple(one["responses"][row].tolist()))
+                    key = (
+                        tuple(one["prompts"][row].tolist()),
+                        tuple(one["responses"][row].tolist()),
+                    )
                     given[key] = one["uid"][row], float(one["rm_scores"][row].sum())
         found = rows_of(rollouts)
         assert len(found) == len(given) == 15 and set(found) == set(given)
         uids = [given[row][0] for row in found]
         numbers = {uid: place for place, uid in enumerate(dict.fromkeys(uids))}
-        assert rollouts["group"].tolist() == [numbers[uid] for uid in uids] == sorted(rollouts["group"])
+        assert (
+            rollouts["group"].tolist()
+            == [numbers[uid] for uid in uids]
+            == sorted(rollouts["group"])
+        )
         np.testing.assert_allclose(rollouts["reward"], [given[row][1] for row in found], rtol=1e-6)
 
 
@@ -244,22 +284,34 @@ def test_every_number_of_a_token_is_autograds_in_float64(pair):
             assert row["grad_norm"] == pytest.approx(found.gradient_norm, rel=1e-5)
             change = found.logp[inside] - old
             with torch.no_grad():
-                assert row["loss"] == pytest.approx(float(loss([row_logp(model, rows[i]) for i in mine])), rel=1e-5)
+                assert row["loss"] == pytest.approx(
+                    float(loss([row_logp(model, rows[i]) for i in mine])), rel=1e-5
+                )
             assert row["tokens"] == count == len(change)
-            assert row["kl_old_k3"] == pytest.approx(float((torch.expm1(change) - change).mean()), rel=1e-3, abs=1e-7)
+            assert row["kl_old_k3"] == pytest.approx(
+                float((torch.expm1(change) - change).mean()), rel=1e-3, abs=1e-7
+            )
             layers = json.loads(row["grad_norm_by_layer"])
             assert len(layers) > 3
-            assert sum(v**2 for v in layers.values()) ** 0.5 == pytest.approx(row["grad_norm"], rel=1e-4)
+            assert sum(v**2 for v in layers.values()) ** 0.5 == pytest.approx(
+                row["grad_norm"], rel=1e-4
+            )
             assert row["ratio_max"] == pytest.approx(float(change.exp().max()), rel=1e-5)
         for update in range(4):
             index = 4 * (step - 1) + update
             before, after = (kept["weights"][i] for i in (index, index + 1))
-            names = dict(small_model().named_parameters())  # without the second name of a tied matrix
-            size = float(sum((after[n].double() - before[n].double()).square().sum() for n in names)) ** 0.5
+            # without the second name of a tied matrix
+            names = dict(small_model().named_parameters())
+            size = (
+                float(sum((after[n].double() - before[n].double()).square().sum() for n in names))
+                ** 0.5
+            )
             row = table[(table["step"] == step) & (table["update"] == update)].iloc[0]
             assert row["update_norm"] == pytest.approx(size, rel=1e-4)
     tokens = run.tokens()
-    assert (tokens["loss_coef"].abs() > 1e-4).mean() > 0.5 and (np.abs(tokens["ratio"] - 1) > 0.2).any()
+    assert (tokens["loss_coef"].abs() > 1e-4).mean() > 0.5 and (
+        np.abs(tokens["ratio"] - 1) > 0.2
+    ).any()
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -282,10 +334,16 @@ def test_packing_and_sharding_do_not_change_the_numbers(tmp_path: Path):
         columns = ["token_id", "logp", "loss_coef", "ratio", "update"]
         for column in columns:
             np.testing.assert_allclose(
-                run.tokens()[column], base.tokens()[column], rtol=1e-4, atol=1e-6, err_msg=f"{name} {column}"
+                run.tokens()[column],
+                base.tokens()[column],
+                rtol=1e-4,
+                atol=1e-6,
+                err_msg=f"{name} {column}",
             )
         for column in ("grad_norm", "update_norm"):
-            np.testing.assert_allclose(run.updates[column], base.updates[column], rtol=1e-4, err_msg=f"{name} {column}")
+            np.testing.assert_allclose(
+                run.updates[column], base.updates[column], rtol=1e-4, err_msg=f"{name} {column}"
+            )
 
 
 @needs_verl
@@ -311,7 +369,9 @@ def test_verl_does_what_our_loop_does(name: str, tmp_path: Path):
         half["prompts"] = [torch.tensor(given.prompts[i]) for i in rows]
         half["responses"] = [torch.tensor(given.completions[i]) for i in rows]
         half["response_mask"] = [torch.ones(n, dtype=torch.long) for n in lengths]
-        half["advantages"] = [advantages[i].float().expand(n).clone() for i, n in zip(rows, lengths, strict=True)]
+        half["advantages"] = [
+            advantages[i].float().expand(n).clone() for i, n in zip(rows, lengths, strict=True)
+        ]
         half["noise"] = [torch.zeros(n, 2) for n in lengths]
         halves.append(half)
     plan = {
@@ -321,4 +381,6 @@ def test_verl_does_what_our_loop_does(name: str, tmp_path: Path):
         "data": {"mini_batch_size": count, "global_batch_size": count, "epochs": EPOCHS},
     }
     trained(tmp_path, tmp_path / "run", plan)
-    check_equal(ours, sharpscope.load_run(tmp_path / "run"), ["loss_coef", "advantage", "ratio", "logp"])
+    check_equal(
+        ours, sharpscope.load_run(tmp_path / "run"), ["loss_coef", "advantage", "ratio", "logp"]
+    )

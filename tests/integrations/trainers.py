@@ -52,7 +52,10 @@ def tokenizer() -> Any:
 
 def evens(completions: list[str], **_: Any) -> list[float]:
     """Share of even words, minus a half."""
-    return [sum(int(w[1:]) % 2 == 0 for w in c.split()) / max(len(c.split()), 1) - 0.5 for c in completions]
+    return [
+        sum(int(w[1:]) % 2 == 0 for w in c.split()) / max(len(c.split()), 1) - 0.5
+        for c in completions
+    ]
 
 
 def shortness(completions: list[str], **_: Any) -> list[float]:
@@ -76,8 +79,14 @@ def trainer(
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    own = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 7, "loss_type": "grpo"}
-    torch.manual_seed(0)  # of the adapters, which peft draws from the global generator; training seeds it anew
+    own = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 7,
+        "loss_type": "grpo",
+    }
+    # of the adapters, which peft draws from the global generator; training seeds it anew
+    torch.manual_seed(0)
     made = (kind or GRPOTrainer)(
         model=small_model(architecture, model),
         reward_funcs=list(rewards or (evens, shortness)),
@@ -104,21 +113,39 @@ PAIRS = [
 
 def settings(folder: Path, **arguments: Any) -> dict[str, Any]:
     """Arguments of a trainer: 3 updates of 2 micro-batches with 2 rows each, unless `arguments` say otherwise."""
-    own = {"max_steps": 3, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 0.01}
-    own |= {"output_dir": str(folder), "use_cpu": True, "bf16": False, "seed": 3, "lr_scheduler_type": "constant"}
+    own = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.01,
+    }
+    own |= {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 3,
+        "lr_scheduler_type": "constant",
+    }
     own |= {"report_to": [], "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
     return own | {"dataloader_pin_memory": False, "gradient_checkpointing": False} | arguments
 
 
 def small_model(architecture: str = "qwen2", model: Any = None) -> Any:
-    return tiny_model(architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {}))
+    return tiny_model(
+        architecture, vocab=VOCABULARY, dtype=torch.float32, scale=0.3, **(model or {})
+    )
 
 
-def sft_trainer(folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any) -> Any:
+def sft_trainer(
+    folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any
+) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    rows = {"prompt": [p for p, _, _ in PAIRS] * 4, "completion": [f" {c}" for _, c, _ in PAIRS] * 4}
+    rows = {
+        "prompt": [p for p, _, _ in PAIRS] * 4,
+        "completion": [f" {c}" for _, c, _ in PAIRS] * 4,
+    }
     return SFTTrainer(
         model=small_model(architecture, model),
         args=SFTConfig(**settings(folder, **arguments)),
@@ -127,12 +154,17 @@ def sft_trainer(folder: Path, *, architecture: str = "qwen2", model: Any = None,
     )
 
 
-def dpo_trainer(folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any) -> Any:
+def dpo_trainer(
+    folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any
+) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
     rows = {"prompt": [p for p, _, _ in PAIRS] * 4}
-    rows |= {name: [f" {pair[i]}" for pair in PAIRS] * 4 for i, name in enumerate(("chosen", "rejected"), 1)}
+    rows |= {
+        name: [f" {pair[i]}" for pair in PAIRS] * 4
+        for i, name in enumerate(("chosen", "rejected"), 1)
+    }
     first = small_model(architecture, model)
     return DPOTrainer(
         model=first,
@@ -156,7 +188,11 @@ def plain_trainer(folder: Path, *, kind: Any = None, **arguments: Any) -> Any:
         there = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
         padded = torch.tensor([row + [0] * (width - len(row)) for row in ids])
         counted = there * torch.tensor([[0] * len(p) + [1] * (width - len(p)) for p in prompts])
-        return {"input_ids": padded, "attention_mask": there, "labels": padded.masked_fill(counted == 0, -100)}
+        return {
+            "input_ids": padded,
+            "attention_mask": there,
+            "labels": padded.masked_fill(counted == 0, -100),
+        }
 
     return (kind or Trainer)(
         model=small_model(),
@@ -232,14 +268,37 @@ def our_run(folder: Path, case: Case) -> Any:
     given = batch()
     small_model().save_pretrained(folder / "model")
     tokenizer().save_pretrained(folder / "model")
-    values = {"policy.model": str(folder / "model"), "out": str(folder / "ours"), "threads": 1, "steps": 1}
-    values |= {"task.kind": "custom", "task.factory": "tests.toy_task:vowels", "rollout.max_new_tokens": 8}
+    values = {
+        "policy.model": str(folder / "model"),
+        "out": str(folder / "ours"),
+        "threads": 1,
+        "steps": 1,
+    }
+    values |= {
+        "task.kind": "custom",
+        "task.factory": "tests.toy_task:vowels",
+        "rollout.max_new_tokens": 8,
+    }
     values |= {"rollout.prompts_per_step": len(given.prompts) // GROUP, "rollout.group_size": GROUP}
-    values |= {"update.mini_batches": 1, "update.inner_epochs": EPOCHS, "optimizer.lr": LR, "optimizer.eps": EPS}
-    values |= {"evaluation.every": 0, "checkpoint.every": 0, "probes.preset": "off", "method.kl.coef": KL}
+    values |= {
+        "update.mini_batches": 1,
+        "update.inner_epochs": EPOCHS,
+        "optimizer.lr": LR,
+        "optimizer.eps": EPS,
+    }
+    values |= {
+        "evaluation.every": 0,
+        "checkpoint.every": 0,
+        "probes.preset": "off",
+        "method.kl.coef": KL,
+    }
     values |= {"method.advantage.kind": "group", "method.advantage.scale": case.scale}
     values |= {"method.aggregate": case.aggregate, "recording.heldout_influence_every": 0}
-    values |= {"recording.token_gradients_every": 1, "recording.exact_tokens": 100, "recording.group_share": 1.0}
+    values |= {
+        "recording.token_gradients_every": 1,
+        "recording.exact_tokens": 100,
+        "recording.group_share": 1.0,
+    }
     config = build_config(values=values)
 
     def drawn(*_: Any) -> Any:
@@ -258,19 +317,31 @@ def tokens_by_row(run: Any) -> Any:
     """The tokens in an order that does not depend on the trainer: by completion, each of which is different, and position."""
     tokens = run.tokens().sort_values(["rollout", "position"])
     names = {rollout: str(mine["token_id"].tolist()) for rollout, mine in tokens.groupby("rollout")}
-    return tokens.assign(row=tokens["rollout"].map(names)).sort_values(["row", "position"]).reset_index(drop=True)
+    return (
+        tokens.assign(row=tokens["rollout"].map(names))
+        .sort_values(["row", "position"])
+        .reset_index(drop=True)
+    )
 
 
 def check_equal(ours: Any, theirs: Any, columns: list[str]) -> None:
     """Compare the tokens' `columns` and the updates of two runs on the batch, to 1e-5."""
     one, two = tokens_by_row(ours), tokens_by_row(theirs)
     assert one["row"].nunique() == len(batch().completions)
-    assert one["row"].tolist() == two["row"].tolist() and one["token_id"].tolist() == two["token_id"].tolist()
-    assert len(one) == sum(map(len, batch().completions)) and (one["loss_coef"].abs() > 1e-3).mean() > 0.5
+    assert (
+        one["row"].tolist() == two["row"].tolist()
+        and one["token_id"].tolist() == two["token_id"].tolist()
+    )
+    assert (
+        len(one) == sum(map(len, batch().completions))
+        and (one["loss_coef"].abs() > 1e-3).mean() > 0.5
+    )
     for column in columns:
         size = float(one[column].abs().max())
         assert size > 0
-        np.testing.assert_allclose(two[column], one[column], rtol=1e-5, atol=1e-6 * size, err_msg=column)
+        np.testing.assert_allclose(
+            two[column], one[column], rtol=1e-5, atol=1e-6 * size, err_msg=column
+        )
     assert len(ours.updates) == len(theirs.updates) == EPOCHS
     for column in ("grad_norm", "update_norm", "loss", "kl_old_k3", "ratio_max", "lr", "tokens"):
         one, two = (run.updates[column].astype(float) for run in (ours, theirs))

@@ -28,7 +28,12 @@ from tests.integrations.trainers import (
 )
 
 #: 6 rows of each process, so that the second of three groups of 4 is in both; used for two updates.
-OFF_POLICY = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "num_iterations": 2, "max_steps": 4}
+OFF_POLICY = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "num_iterations": 2,
+    "max_steps": 4,
+}
 OFF_POLICY |= {"loss_type": "dapo", "learning_rate": 0.005, "beta": 0.1, "epsilon": 0.05}
 #: Trainer and its arguments.
 MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -46,9 +51,13 @@ def fsdp2() -> Iterator[None]:
 
     def start(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        self.distributed_type = PartialState._shared_state["distributed_type"] = (
+            DistributedType.FSDP
+        )
         self.fsdp_plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            cpu_ram_efficient_loading=False,
         )
         if self._mixed_precision != "no":
             self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
@@ -67,7 +76,13 @@ def train_all(folder: Path) -> None:
         sharded = name.endswith("fsdp2")
         for recorded in (False, True):
             with fsdp2() if sharded else nullcontext():
-                one = make(folder / "t", max_grad_norm=0.0, ddp_backend="gloo", model={"tie": False}, **arguments)
+                one = make(
+                    folder / "t",
+                    max_grad_norm=0.0,
+                    ddp_backend="gloo",
+                    model={"tie": False},
+                    **arguments,
+                )
             keep = Weights()
             one.add_callback(keep)
             if recorded:
@@ -75,7 +90,9 @@ def train_all(folder: Path) -> None:
                 record(one, out=folder / name, recording=recording, critical_sharpness=1)
             one.train()
             model = one.accelerator.unwrap_model(one.model)
-            assert sharded == any(hasattr(value, "full_tensor") for value in model.state_dict().values())
+            assert sharded == any(
+                hasattr(value, "full_tensor") for value in model.state_dict().values()
+            )
             kept[name, recorded] = [*keep.before, whole_weights(model)]
     every = distributed.gather(kept)
     if distributed.is_rank_zero():
@@ -97,17 +114,25 @@ def fail_in_one(folder: Path) -> None:
     }
     for kind, (make, arguments) in settings.items():
         for name in (None, *FAILING):
-            with fsdp2() if kind.endswith("fsdp2") else nullcontext(), warnings.catch_warnings(record=True) as told:
+            with (
+                fsdp2() if kind.endswith("fsdp2") else nullcontext(),
+                warnings.catch_warnings(record=True) as told,
+            ):
                 one = make(folder / "t", ddp_backend="gloo", model={"tie": False}, **arguments)
                 if name is not None:
-                    options: dict[str, Any] = {"recording": {"token_gradients_every": 1}, "critical_sharpness": 1}
+                    options: dict[str, Any] = {
+                        "recording": {"token_gradients_every": 1},
+                        "critical_sharpness": 1,
+                    }
                     rec = record(one, out=folder / f"{kind}-{name}", **options)
                     if not hasattr(rec, name) and (name, kind) != ("loss", "grpo"):
                         continue
                     if distributed.rank() == 1 and name == "loss":
                         rec._original["_compute_loss"] = _refusing(rec._original["_compute_loss"])
                     elif distributed.rank() == 1:
-                        setattr(rec, name, _failing(getattr(rec, name), 1 if name == "start" else 2))
+                        setattr(
+                            rec, name, _failing(getattr(rec, name), 1 if name == "start" else 2)
+                        )
                 one.train()
             stopped = sum("sharpscope stopped recording" in str(each.message) for each in told)
             kept[kind, str(name)] = whole_weights(one.accelerator.unwrap_model(one.model)), stopped
@@ -161,22 +186,38 @@ def loop_of_two(folder: Path) -> None:
             optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
             rec: Any = None
             if recorded:
-                options: dict[str, Any] = {"recording": {"token_gradients_every": 1}, "critical_sharpness": 1}
-                rec = record(wrapped, optimizer, tokenizer=tokenizer(), out=folder / kind, steps=2, **options)
+                options: dict[str, Any] = {
+                    "recording": {"token_gradients_every": 1},
+                    "critical_sharpness": 1,
+                }
+                rec = record(
+                    wrapped, optimizer, tokenizer=tokenizer(), out=folder / kind, steps=2, **options
+                )
             for step in range(2):
                 b = drawn(wrapped, 2 * step + distributed.rank())
                 total = float(b["mask"].sum())
                 logp = logps(wrapped, b["ids"], b["attention"])
                 loss = surrogate(logp, b, slice(0, 16), total)
                 if rec is not None:
-                    given = {name: b[name] for name in ("advantages", "rewards")} | {"old_logp": b["old"]}
+                    given = {name: b[name] for name in ("advantages", "rewards")} | {
+                        "old_logp": b["old"]
+                    }
                     groups = [(distributed.rank(), int(group)) for group in b["groups"]]
-                    rec.tokens(logp, b["ids"], b["mask"], attention_mask=b["attention"], groups=groups, **given)
+                    rec.tokens(
+                        logp,
+                        b["ids"],
+                        b["mask"],
+                        attention_mask=b["attention"],
+                        groups=groups,
+                        **given,
+                    )
                 loss.backward()
                 if rec is not None:
 
                     def again(b: Any = b, total: float = total, model: Any = model) -> torch.Tensor:
-                        return surrogate(logps(model, b["ids"], b["attention"]), b, slice(0, 16), total)
+                        return surrogate(
+                            logps(model, b["ids"], b["attention"]), b, slice(0, 16), total
+                        )
 
                     rec.step(loss, loss_fn=again)
                 optimizer.step()

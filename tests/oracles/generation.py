@@ -24,7 +24,8 @@ def choose(logp: list[float], u: float, *, greedy: bool, top_p: float) -> tuple[
     kept = likeliest_first if top_p < 1 else list(range(len(logp)))
     if top_p < 1:
         needed, mass, total = 0, 0.0, math.fsum(math.exp(logp[j]) for j in kept)
-        while mass < top_p * total and needed < len(kept):  # rounding can leave the sum below the total
+        # rounding can leave the sum below the total
+        while mass < top_p * total and needed < len(kept):
             mass += math.exp(logp[kept[needed]])
             needed += 1
         kept = kept[:needed]
@@ -73,7 +74,12 @@ def converse_one(
     sampler: list[float] = []
     text, turn, truncated = "", [], True
     while len(ids) < len(uniforms):
-        z = model(input_ids=torch.tensor([prompt + ids]), use_cache=False).logits[0, -1].double().tolist()
+        z = (
+            model(input_ids=torch.tensor([prompt + ids]), use_cache=False)
+            .logits[0, -1]
+            .double()
+            .tolist()
+        )
         logp = log_softmax([value / (temperature or 1.0) for value in z])
         token, kept_logp = choose(logp, uniforms[len(ids)], greedy=temperature == 0, top_p=top_p)
         ids, mask, turn = [*ids, token], [*mask, 1], [*turn, token]

@@ -52,7 +52,8 @@ class Batch:
     beta: float = 0.0
     progress: float = 0.0
     parts: dict[str, list[float]] = field(default_factory=dict)  # of the reward
-    choose: Callable[[int, int], list[int]] | None = None  # which of n candidates Clip-Cov draws, at most k
+    # which of n candidates Clip-Cov draws, at most k
+    choose: Callable[[int, int], list[int]] | None = None
 
     def tokens(self):
         return [(i, t) for i, row in enumerate(self.mask) for t, on in enumerate(row) if on]
@@ -160,7 +161,15 @@ def ratio(b: Batch, i: int, t: int) -> Tensor:
 
 
 def clipped(
-    b: Batch, how: str = "sequence", *, adv=None, weight=None, only=None, low=0.2, high=0.2, bound=math.inf
+    b: Batch,
+    how: str = "sequence",
+    *,
+    adv=None,
+    weight=None,
+    only=None,
+    low=0.2,
+    high=0.2,
+    bound=math.inf,
 ) -> Tensor:
     """[w·]min(r·A, clip(r)·A), at least bound·A where A < 0, with one advantage for each completion (list) or token (dict)."""
     adv = advantages(b) if adv is None else adv
@@ -202,7 +211,10 @@ def tr_grpo(b: Batch, preset: str = "calibrated") -> Tensor:
 def gaussian(values: dict) -> dict:
     mean = sum(values.values()) / len(values)
     variance = sum((x - mean) ** 2 for x in values.values()) / len(values)
-    return {k: math.exp(-((x - mean) ** 2) / (2 * variance)) if variance else 1.0 for k, x in values.items()}
+    return {
+        k: math.exp(-((x - mean) ** 2) / (2 * variance)) if variance else 1.0
+        for k, x in values.items()
+    }
 
 
 def cov_grpo_completion(b: Batch) -> Tensor:
@@ -251,7 +263,10 @@ def kl_cov(b: Batch, share: float) -> Tensor:
     penalised = {k for k, x in c.items() if x >= last}
     return total(
         b,
-        lambda i, t: ratio(b, i, t) * adv[i] - ((b.now[i][t] - b.behavior[i][t]).abs() if (i, t) in penalised else 0.0),
+        lambda i, t: (
+            ratio(b, i, t) * adv[i]
+            - ((b.now[i][t] - b.behavior[i][t]).abs() if (i, t) in penalised else 0.0)
+        ),
     )
 
 
@@ -259,7 +274,9 @@ def sequence_ratio(b: Batch, i: int) -> Tensor:
     return sum((b.now[i][t] - b.behavior[i][t]) * (1 / len(b.row(i))) for t in b.row(i)).exp()
 
 
-def by_completion(b: Batch, objective: Callable[[int, float], Tensor], how: str = "sequence") -> Tensor:
+def by_completion(
+    b: Batch, objective: Callable[[int, float], Tensor], how: str = "sequence"
+) -> Tensor:
     """−(1/N) Σ_i objective(i, A_i): one term a completion, not a token; KL as everywhere."""
     adv, loss = advantages(b), total(b, lambda i, t: 0.0, how=how)
     for i in range(len(b.mask)):
@@ -275,7 +292,9 @@ def gspo(b: Batch) -> Tensor:
 def holder_ratio(b: Batch, i: int, p: float) -> Tensor:
     if p == 0:
         return sequence_ratio(b, i)
-    return sum((p * (b.now[i][t] - b.behavior[i][t])).exp() * (1 / len(b.row(i))) for t in b.row(i)) ** (1 / p)
+    return sum(
+        (p * (b.now[i][t] - b.behavior[i][t])).exp() * (1 / len(b.row(i))) for t in b.row(i)
+    ) ** (1 / p)
 
 
 def holder(b: Batch) -> Tensor:
@@ -284,7 +303,9 @@ def holder(b: Batch) -> Tensor:
 
 def cispo(b: Batch) -> Tensor:
     adv = advantages(b)
-    return total(b, lambda i, t: min(ratio(b, i, t).item(), 5.0) * adv[i] * b.now[i][t], how="token")
+    return total(
+        b, lambda i, t: min(ratio(b, i, t).item(), 5.0) * adv[i] * b.now[i][t], how="token"
+    )
 
 
 def sapo(b: Batch) -> Tensor:
@@ -326,7 +347,9 @@ def dppo(b: Batch, kl: bool, limit: float) -> Tensor:
 
 def luspo(b: Batch) -> Tensor:
     """(1/N) Σ_i |o_i|·min(s A, clip(s) A); the KL term summed over a completion as well."""
-    return by_completion(b, lambda i, a: len(b.row(i)) * ppo(sequence_ratio(b, i), a, 2e-3, 2.5e-3), "sequence_sum")
+    return by_completion(
+        b, lambda i, a: len(b.row(i)) * ppo(sequence_ratio(b, i), a, 2e-3, 2.5e-3), "sequence_sum"
+    )
 
 
 def vespo(b: Batch, factor: Callable[[int, int], float] = lambda i, t: 1.0) -> Tensor:
@@ -381,7 +404,9 @@ def leave_one_out(b: Batch) -> list[float]:
     out = []
     for i in range(len(b.reward)):
         others = [b.reward[j] for j in members(b, i) if j != i]
-        out.append(b.reward[i] - sum(others) / len(others) if others and not equal_rewards(b, i) else 0.0)
+        out.append(
+            b.reward[i] - sum(others) / len(others) if others and not equal_rewards(b, i) else 0.0
+        )
     return out
 
 
@@ -428,7 +453,9 @@ def decoupled(b: Batch, weights: dict[str, float]) -> list[float]:
         for name, weight in weights.items():
             mine = [b.parts[name][j] for j in members(b, i)]
             if len(set(mine)) > 1:
-                total[i] += weight * (b.parts[name][i] - sum(mine) / len(mine)) / (deviation(mine) + 1e-4)
+                total[i] += (
+                    weight * (b.parts[name][i] - sum(mine) / len(mine)) / (deviation(mine) + 1e-4)
+                )
     mean, std = sum(total) / len(total), deviation(total)
     flat = [all(equal_rewards(b, i, b.parts[name]) for name in weights) for i in range(len(total))]
     return [0.0 if f else (x - mean) / (std + 1e-4) for x, f in zip(total, flat, strict=True)]
@@ -439,7 +466,9 @@ def mean_scaled(b: Batch, values: list[float] | None = None) -> list[float]:
     for i in range(len(values)):
         mine = [values[j] for j in members(b, i)]
         mean = sum(mine) / len(mine)
-        out.append((values[i] - mean) / mean if mean > 0 and not equal_rewards(b, i, values) else 0.0)
+        out.append(
+            (values[i] - mean) / mean if mean > 0 and not equal_rewards(b, i, values) else 0.0
+        )
     return out
 
 
@@ -479,7 +508,11 @@ def wapo(b: Batch) -> Tensor:
 
 def delight(b: Batch) -> Tensor:
     adv = advantages(b, divide=False)
-    return total(b, lambda i, t: adv[i] / (1 + math.exp(adv[i] * b.now[i][t].item())) * b.now[i][t], how="token")
+    return total(
+        b,
+        lambda i, t: adv[i] / (1 + math.exp(adv[i] * b.now[i][t].item())) * b.now[i][t],
+        how="token",
+    )
 
 
 def stare(b: Batch, share: float, high: float, low: float, target: float) -> Tensor:
@@ -536,11 +569,16 @@ def forking_schedule(b: Batch) -> Tensor:
 def entropy_schedule(b: Batch) -> Tensor:
     """With another advantage instead of a weight."""
     adv = advantages(b)
-    shaped = {(i, t): adv[i] + fading(b) * min(0.4 * b.entropy[i][t], abs(adv[i]) / 2) for i, t in b.tokens()}
+    shaped = {
+        (i, t): adv[i] + fading(b) * min(0.4 * b.entropy[i][t], abs(adv[i]) / 2)
+        for i, t in b.tokens()
+    }
     return clipped(b, "token", adv=shaped, high=0.28)
 
 
-def capo(b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=None, clipped: bool = True) -> Tensor:
+def capo(
+    b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=None, clipped: bool = True
+) -> Tensor:
     adv = advantages(b) if adv is None else adv
     keep = {}
     for i, t in b.tokens():
@@ -556,12 +594,16 @@ def capo(b: Batch, objective_bound: float = 0.01, kl_bound: float = 1e-4, adv=No
 # -- ∂L/∂ln π of TRL's own loss, the slow way: its loss is run again with the log-probabilities as independent variables
 
 
-def loss_coefficients(trainer: Any, compute_loss: Any, model: Any, inputs: dict[str, Any], logp: Tensor) -> Tensor:
+def loss_coefficients(
+    trainer: Any, compute_loss: Any, model: Any, inputs: dict[str, Any], logp: Tensor
+) -> Tensor:
     """(n, T) gradient of `compute_loss(model, inputs)` by `logp` (n, T), which stands in for the model's own."""
     leaf = logp.detach().clone().requires_grad_()
     entropy = torch.zeros_like(leaf)
     before = trainer.__dict__.get("_get_per_token_logps_and_entropies")
-    metrics = {mode: {k: list(v) for k, v in found.items()} for mode, found in trainer._metrics.items()}
+    metrics = {
+        mode: {k: list(v) for k, v in found.items()} for mode, found in trainer._metrics.items()
+    }
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: _as_trl(trainer, leaf, entropy)
     try:
         loss = compute_loss(model, inputs)

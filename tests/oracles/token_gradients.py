@@ -41,7 +41,9 @@ def local(model: nn.Module, ids: Tensor, position: int, temperature: float) -> T
     if last > 0:
         with torch.no_grad():
             cache = model(input_ids=ids[:, :last], use_cache=True)[cache_keyword(model)]
-    logits = model(input_ids=ids[:, last : last + 1], use_cache=True, **{cache_keyword(model): cache}).logits[0, -1]
+    logits = model(
+        input_ids=ids[:, last : last + 1], use_cache=True, **{cache_keyword(model): cache}
+    ).logits[0, -1]
     return torch.log_softmax(logits / temperature, -1)[ids[0, position]]
 
 
@@ -82,11 +84,15 @@ def weighted_sum(gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor) -
     return [sum(coef[place] * g[i] for place, g in gradients.items()) for i in parameters]
 
 
-def along(gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor, direction: list[Tensor]) -> Tensor:
+def along(
+    gradients: dict[tuple[int, int], list[Tensor]], coef: Tensor, direction: list[Tensor]
+) -> Tensor:
     """(N, S) c_t⟨∇log π_t, direction⟩."""
     out = torch.zeros(coef.shape, dtype=torch.float64)
     for place, gradient in gradients.items():
-        out[place] = coef[place] * sum((g * u).sum() for g, u in zip(gradient, direction, strict=True))
+        out[place] = coef[place] * sum(
+            (g * u).sum() for g, u in zip(gradient, direction, strict=True)
+        )
     return out
 
 
@@ -115,7 +121,8 @@ def token_statistics(z: Tensor, y: int, temperature: float) -> dict[str, float]:
         "entropy": entropy,
         "collision": math.fsum(value**2 for value in p),
         "logit_grad_norm": math.sqrt(miss**2 + math.fsum(p[j] ** 2 for j in others)),
-        "polarity": p[y] * (logp[y] + entropy) - math.fsum(p[j] ** 2 * (logp[j] + entropy) for j in range(len(p))),
+        "polarity": p[y] * (logp[y] + entropy)
+        - math.fsum(p[j] ** 2 * (logp[j] + entropy) for j in range(len(p))),
     }
 
 
@@ -143,17 +150,29 @@ def row_logp(model: nn.Module, row: Row) -> Tensor:
     return logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
 
 
-def tokens_of(model: nn.Module, rows: Sequence[Row], loss: Callable[[list[Tensor]], Tensor]) -> Tokens:
+def tokens_of(
+    model: nn.Module, rows: Sequence[Row], loss: Callable[[list[Tensor]], Tensor]
+) -> Tokens:
     """What `loss`, a function of the rows' log-probabilities, does with their tokens; `model` is in float64."""
     parameters = list(model.parameters())
     logp = [row_logp(model, row) for row in rows]
     total = loss(logp)
     coef = torch.cat(torch.autograd.grad(total, logp, retain_graph=True))
     gradient = flat(torch.autograd.grad(total, parameters, retain_graph=True))
-    scores = [flat(torch.autograd.grad(one, parameters, retain_graph=True)) for part in logp for one in part]
+    scores = [
+        flat(torch.autograd.grad(one, parameters, retain_graph=True))
+        for part in logp
+        for one in part
+    ]
     along = torch.stack([score @ gradient for score in scores])
     norms = torch.stack([score.norm() for score in scores])
-    return Tokens(torch.cat(logp).detach(), coef, norms, coef * along / gradient.square().sum(), float(gradient.norm()))
+    return Tokens(
+        torch.cat(logp).detach(),
+        coef,
+        norms,
+        coef * along / gradient.square().sum(),
+        float(gradient.norm()),
+    )
 
 
 def nll(logp: list[Tensor]) -> Tensor:
@@ -174,7 +193,9 @@ def dpo(reference: nn.Module, rows: Sequence[Row], beta: float) -> Callable[[lis
 
     def loss(logp: list[Tensor]) -> Tensor:
         ratio = [one.sum() - old for one, old in zip(logp, base, strict=True)]
-        margin = torch.stack([good - bad for good, bad in zip(ratio[::2], ratio[1::2], strict=True)])
+        margin = torch.stack(
+            [good - bad for good, bad in zip(ratio[::2], ratio[1::2], strict=True)]
+        )
         return -torch.nn.functional.logsigmoid(beta * margin).mean()
 
     return loss
@@ -189,13 +210,20 @@ def flat(parameters: Sequence[Tensor]) -> Tensor:
 
 
 def logp_of(
-    model: torch.nn.Module, theta: Tensor, parameters: Sequence[Tensor], batch: dict[str, Tensor], temperature: float
+    model: torch.nn.Module,
+    theta: Tensor,
+    parameters: Sequence[Tensor],
+    batch: dict[str, Tensor],
+    temperature: float,
 ) -> Tensor:
     """(N, S) log-probability of every token given its prefix, 0 at the first, in the batch's own padding."""
-    parts = dict(zip(map(id, parameters), theta.split([p.numel() for p in parameters]), strict=True))
+    parts = dict(
+        zip(map(id, parameters), theta.split([p.numel() for p in parameters]), strict=True)
+    )
+    # tied ones follow
     swapped = {
         name: parts[id(p)].view(p.shape) for name, p in model.named_parameters() if id(p) in parts
-    }  # tied ones follow
+    }
     position = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
     inputs = {
         "input_ids": batch["input_ids"],
@@ -209,7 +237,9 @@ def logp_of(
     return torch.nn.functional.pad(logp, (1, 0))
 
 
-def functional_value(name: str, logp: Tensor, mask: Tensor, reward: Tensor, anchor: Tensor) -> Tensor:
+def functional_value(
+    name: str, logp: Tensor, mask: Tensor, reward: Tensor, anchor: Tensor
+) -> Tensor:
     """The two functionals, written row by row and token by token."""
     rows, total = len(logp), mask.sum()
     value = logp.new_zeros(())

@@ -29,12 +29,16 @@ def word_tokenizer(vocab: int = 37, **special: Any) -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "</s>": 1} | {f"t{i}": i for i in range(2, vocab)}
     backend = Tokenizer(WordLevel(words, unk_token="t2"))
     backend.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **({"pad_token": "<pad>", "eos_token": "</s>"} | special))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, **({"pad_token": "<pad>", "eos_token": "</s>"} | special)
+    )
 
 
 def tiny_policy(architecture: str = "qwen2", *, vocab: int = 37, **model: Any) -> Policy:
     """A random tiny model with `word_tokenizer`."""
-    return make_policy(tiny_model(architecture, vocab=vocab, **model), word_tokenizer(vocab), "tiny")
+    return make_policy(
+        tiny_model(architecture, vocab=vocab, **model), word_tokenizer(vocab), "tiny"
+    )
 
 
 def random_prompts(lengths: tuple[int, ...], vocab: int = 37, seed: int = 0) -> list[list[int]]:
@@ -49,15 +53,25 @@ def completions_by_hand(
     """Rows of given prompts and their completions, with `left` and `right` more columns of padding than needed."""
     flat = [(prompt, c, g) for g, prompt in enumerate(prompts) for c in completions[g]]
     made = completions_of([prompt for prompt, _, _ in flat], [c for _, c, _ in flat])
-    wider = {name: pad(getattr(made, name), (left, right)) for name in ("input_ids", "attention_mask")}
-    wider |= {name: pad(getattr(made, name), (0, right)) for name in ("completion_ids", "completion_mask")}
+    wider = {
+        name: pad(getattr(made, name), (left, right)) for name in ("input_ids", "attention_mask")
+    }
+    wider |= {
+        name: pad(getattr(made, name), (0, right)) for name in ("completion_ids", "completion_mask")
+    }
     group = torch.tensor([g for _, _, g in flat])
-    return replace(made, **wider, group=group, behavior_logp=torch.zeros(wider["completion_ids"].shape))
+    return replace(
+        made, **wider, group=group, behavior_logp=torch.zeros(wider["completion_ids"].shape)
+    )
 
 
 # Prompts longer and shorter than the sliding window (8) of the one model that has it, completions of 1 to 9 tokens.
 PROMPTS = random_prompts((11, 3, 6), seed=1)
-COMPLETIONS = [random_prompts((4, 9), seed=2), random_prompts((1, 1, 7), seed=3), random_prompts((9, 2), seed=4)]
+COMPLETIONS = [
+    random_prompts((4, 9), seed=2),
+    random_prompts((1, 1, 7), seed=3),
+    random_prompts((9, 2), seed=4),
+]
 
 
 def rows(**padding: int) -> Completions:
@@ -77,7 +91,9 @@ def spec(model, **values) -> PolicySpec:
 def score_gradients(model, **options) -> list[torch.Tensor]:
     trainable = [p for p in model.parameters() if p.requires_grad]
     scored = score_completions(model, rows(), 0.8, with_grad=True, **options)
-    factor = torch.linspace(-1, 1, scored.logp.numel(), dtype=scored.logp.dtype).view_as(scored.logp)
+    factor = torch.linspace(-1, 1, scored.logp.numel(), dtype=scored.logp.dtype).view_as(
+        scored.logp
+    )
     return list(torch.autograd.grad((scored.logp * factor).sum(), trainable, allow_unused=True))
 
 
@@ -95,7 +111,9 @@ def stir(policy, seed: int = 0) -> None:
 
 
 def logp(policy, model=None):
-    return score_completions(model or policy.model, rows(), 1.0, share_prompt=True, with_grad=False).logp
+    return score_completions(
+        model or policy.model, rows(), 1.0, share_prompt=True, with_grad=False
+    ).logp
 
 
 def token_stats(hidden, head: Head, targets, temperature: float, mask=None) -> TokenStats:
@@ -124,14 +142,18 @@ def assert_matches_oracle(
     assert (out.sampler_logp is not None) == (spec.temperature > 0 and spec.top_p < 1)
     for n in range(len(out)):
         g, prompt = n // GROUP, PROMPTS[n // GROUP]
-        u = completion_uniforms(base, torch.tensor([g]), torch.tensor([n % GROUP]), spec.max_new_tokens)
+        u = completion_uniforms(
+            base, torch.tensor([g]), torch.tensor([n % GROUP]), spec.max_new_tokens
+        )
         slow = converse_one(
             policy.model,
             prompt,
             u[0].tolist(),
             lambda text, g=g: None if task is None else task.respond(examples[g], text),
             lambda text: policy.tokenizer(text, add_special_tokens=False)["input_ids"],
-            lambda ids: policy.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False),
+            lambda ids: policy.tokenizer.decode(
+                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ),
             stop=() if task is None else task.stop,
             temperature=spec.temperature,
             top_p=spec.top_p,
@@ -144,9 +166,13 @@ def assert_matches_oracle(
         assert out.attention_mask[n].nonzero()[:, 0].tolist() == list(range(P - len(prompt), P + L))
         assert bool(out.truncated[n]) == slow["truncated"]
         assert out.texts[n] == slow["text"]
-        assert out.behavior_logp[n].tolist() == pytest.approx(slow["behavior_logp"] + [0.0] * (T - L), abs=tolerance)
+        assert out.behavior_logp[n].tolist() == pytest.approx(
+            slow["behavior_logp"] + [0.0] * (T - L), abs=tolerance
+        )
         if out.sampler_logp is not None:
-            assert out.sampler_logp[n, :L].tolist() == pytest.approx(slow["sampler_logp"], abs=tolerance)
+            assert out.sampler_logp[n, :L].tolist() == pytest.approx(
+                slow["sampler_logp"], abs=tolerance
+            )
 
 
 @pytest.fixture(scope="session")

@@ -31,12 +31,21 @@ from tests.policy.conftest import (
 
 
 def gradients(model: torch.nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, retain_graph=True)
-    return [torch.zeros_like(p) if g is None else g for p, g in zip(model.parameters(), found, strict=True)]
+    found = torch.autograd.grad(
+        loss, list(model.parameters()), allow_unused=True, retain_graph=True
+    )
+    return [
+        torch.zeros_like(p) if g is None else g
+        for p, g in zip(model.parameters(), found, strict=True)
+    ]
 
 
-def assert_gradients_equal(model: torch.nn.Module, a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-6) -> None:
-    for (name, _), x, y in zip(model.named_parameters(), gradients(model, a), gradients(model, b), strict=True):
+def assert_gradients_equal(
+    model: torch.nn.Module, a: torch.Tensor, b: torch.Tensor, tolerance: float = 1e-6
+) -> None:
+    for (name, _), x, y in zip(
+        model.named_parameters(), gradients(model, a), gradients(model, b), strict=True
+    ):
         assert float((x - y).abs().max()) <= tolerance * (1 + float(x.abs().max())), name
 
 
@@ -76,7 +85,9 @@ def test_a_beginning_that_all_prompts_share_is_run_once(architecture, checkpoint
     options = {"share_prompt": True, "with_grad": True, "gradient_checkpointing": checkpointing}
     plain = score_completions(model, batch, 1.3, **options).logp
     passes = []
-    model.get_input_embeddings().register_forward_hook(lambda module, given, out: passes.append(tuple(given[0].shape)))
+    model.get_input_embeddings().register_forward_hook(
+        lambda module, given, out: passes.append(tuple(given[0].shape))
+    )
     monkeypatch.setattr(cache, "WORTH_A_PASS", 1)
     shared = score_completions(model, batch, 1.3, **options).logp
     assert passes[:2] == [(1, 11), (3, 4)]
@@ -96,7 +107,10 @@ def test_the_differentiable_entropy(architecture, share, monkeypatch):
     slow = torch.zeros(batch.completion_ids.shape, dtype=torch.float64)
     flat = [(p, c) for p, group in zip(PROMPTS, COMPLETIONS, strict=True) for c in group]
     for n, (prompt, completion) in enumerate(flat):
-        z = model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / temperature
+        z = (
+            model(input_ids=torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+            / temperature
+        )
         p = z.softmax(-1)
         slow[n, : len(completion)] = -(p * p.log()).sum(-1)
     tolerance = TOLERANCE.get(architecture, 1e-9)
@@ -119,7 +133,9 @@ def test_different_prompts_in_one_group_cannot_be_shared():
 def test_buckets_waste_the_least(lengths, cost):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forward, "BUCKET_TOKENS", {"cpu": cost, "cuda": cost})
-        buckets = [bucket.tolist() for bucket in length_buckets(np.array(lengths), torch.device("cpu"))]
+        buckets = [
+            bucket.tolist() for bucket in length_buckets(np.array(lengths), torch.device("cpu"))
+        ]
     assert sorted(itertools.chain(*buckets)) == list(range(len(lengths)))
 
     def total(parts: list[list[int]]) -> int:
@@ -134,8 +150,12 @@ def test_buckets_waste_the_least(lengths, cost):
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 120), st.booleans(), st.integers(0, 999))
-def test_microbatches_hold_every_row_once_and_keep_groups_together(groups, size, budget, shared, seed):
+@given(
+    st.integers(1, 6), st.integers(1, 4), st.integers(1, 120), st.booleans(), st.integers(0, 999)
+)
+def test_microbatches_hold_every_row_once_and_keep_groups_together(
+    groups, size, budget, shared, seed
+):
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 40, (groups * size,), generator=g)
     prompt = torch.randint(1, 20, (groups,), generator=g).repeat_interleave(size)
@@ -149,7 +169,8 @@ def test_microbatches_hold_every_row_once_and_keep_groups_together(groups, size,
         for unit in units:
             members = torch.tensor([unit]) if group is None else (group == unit).nonzero()[:, 0]
             whole = int(lengths[members].sum() + prompt[members[0]])
-            assert whole > budget or torch.isin(members, batch).all()  # a group that fits is in one piece
+            # a group that fits is in one piece
+            assert whole > budget or torch.isin(members, batch).all()
             work += int(prompt[members[0]])
         assert work <= budget or len(batch) == 1
 
@@ -171,7 +192,9 @@ SCORED = [[[3, 4, 5, 1], [6, 1]], [[7, 8, 9], [10, 11, 12, 13, 1]], [[2, 1], [14
 @pytest.mark.parametrize("microbatch_tokens", [1, 12, 10_000])
 def test_statistics_are_those_of_each_row_alone(share_prompt, microbatch_tokens):
     policy, temperature = tiny_policy(dtype=torch.float64), 0.7
-    rollouts = completions_by_hand(random_prompts((3, 6, 4)), SCORED, left=2, right=1).with_reward(torch.zeros(6))
+    rollouts = completions_by_hand(random_prompts((3, 6, 4)), SCORED, left=2, right=1).with_reward(
+        torch.zeros(6)
+    )
     found = Scorer(policy.model, temperature, microbatch_tokens, share_prompt).statistics(rollouts)
     P = rollouts.prompt_width
     for row in range(len(rollouts)):
@@ -195,12 +218,15 @@ def test_layers_computed_again_give_the_same_gradient(architecture, share):
     for one, other in zip(kept, again, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.allclose(one, other, rtol=1e-9, atol=1e-12)
-    assert all("forward" not in vars(layer) for layer in layers_of(model))  # the layers' own code is back
+    # the layers' own code is back
+    assert all("forward" not in vars(layer) for layer in layers_of(model))
 
 
 def test_one_pass_gives_what_buckets_give():
     model = tiny_model()
-    apart, together = (score_gradients(model, share_prompt=False, one_pass=one) for one in (False, True))
+    apart, together = (
+        score_gradients(model, share_prompt=False, one_pass=one) for one in (False, True)
+    )
     for one, other in zip(apart, together, strict=True):
         assert torch.allclose(one, other, rtol=1e-9, atol=1e-12)
     with pytest.raises(ValueError, match="one_pass"):
@@ -222,9 +248,16 @@ def test_bfloat16_computes_in_it_and_keeps_weights_gradients_and_logits_in_float
     assert {g.dtype for g in found} == {torch.float32}
     exact = score_gradients(policy.model, share_prompt=share)
     one, other = (torch.cat([g.flatten() for g in part]) for part in (found, exact))
-    assert 1e-5 < float((one - other).norm() / other.norm()) < 0.05  # it is rounded, and no more than that
+    # it is rounded, and no more than that
+    assert 1e-5 < float((one - other).norm() / other.norm()) < 0.05
     scored = score_completions(
-        policy.model, rows(), 1.0, share_prompt=share, with_grad=False, compute=policy.compute, stats=True
+        policy.model,
+        rows(),
+        1.0,
+        share_prompt=share,
+        with_grad=False,
+        compute=policy.compute,
+        stats=True,
     )
     assert scored.logp.dtype == scored.stats.entropy.dtype == torch.float32
 
@@ -236,9 +269,13 @@ def test_a_hidden_state_is_pulled_through_a_layer_in_bfloat16_in_float32(keep, m
     weight, bias = (torch.randn(shape, generator=generator).bfloat16() for shape in ((7, 3), (7,)))
     monkeypatch.setattr(head, "BLOCK_BYTES", {"cpu": 2 * 3 * 4, "cuda": 1})  # two words at once
     targets = torch.tensor([0, 6, 2, 3])
-    logp, _ = flat_logp(hidden, head.Head(weight, bias), targets, 0.5, stats=False, keep_logits=keep)
+    logp, _ = flat_logp(
+        hidden, head.Head(weight, bias), targets, 0.5, stats=False, keep_logits=keep
+    )
     logp.sum().backward()
     p = torch.softmax((hidden.detach() @ weight.float().T + bias.float()) / 0.5, 1)
-    torch.testing.assert_close(logp.detach(), p.gather(1, targets[:, None])[:, 0].log(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logp.detach(), p.gather(1, targets[:, None])[:, 0].log(), rtol=1e-5, atol=1e-5
+    )
     expected = (torch.nn.functional.one_hot(targets, 7) - p) @ weight.float() / 0.5
     torch.testing.assert_close(hidden.grad, expected, rtol=1e-5, atol=1e-5)

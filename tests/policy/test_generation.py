@@ -20,7 +20,13 @@ from sharpscope.policy import (
     render_prompts,
     score_completions,
 )
-from sharpscope.policy.decoding import _StopStrings, as_text, can_decode_directly, completion_uniforms, draw
+from sharpscope.policy.decoding import (
+    _StopStrings,
+    as_text,
+    can_decode_directly,
+    completion_uniforms,
+    draw,
+)
 from sharpscope.policy.generation import left_pad
 from sharpscope.policy.loading import add_adapters, make_policy
 from sharpscope.tasks import Example, Reward
@@ -45,7 +51,12 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+}
 MODELS = {
     "llama": ("llama", {}),
     "llama, biases, untied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": False}),
@@ -86,7 +97,15 @@ class Parrot:
 
 
 def played(policy, task, spec):
-    return generate(policy, PROMPTS, GROUP, spec, generator(), task, [] if task is None else task.splits()["train"])
+    return generate(
+        policy,
+        PROMPTS,
+        GROUP,
+        spec,
+        generator(),
+        task,
+        [] if task is None else task.splits()["train"],
+    )
 
 
 @pytest.mark.parametrize("task", [None, Parrot()])
@@ -99,7 +118,10 @@ def test_equals_slow_generation(architecture, prompts, task, monkeypatch):
         monkeypatch.setattr(decoding, "SHORT", 0)
     if prompts == "layers":
         monkeypatch.setattr(decoding, "can_decode_directly", lambda model: False)
-    policy, spec = tiny_policy(architecture), SamplingSpec(temperature=1.5, max_new_tokens=24 if task else 12)
+    policy, spec = (
+        tiny_policy(architecture),
+        SamplingSpec(temperature=1.5, max_new_tokens=24 if task else 12),
+    )
     out = played(policy, task, spec)
     assert_matches_oracle(policy, out, spec, task, 1e-5)
     heard = (out.completion_mask == 0) & (out.attention_mask[:, out.prompt_width :] == 1)
@@ -120,10 +142,11 @@ def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, 
     monkeypatch.setattr(decoding, "REMOVE_SHARE", remove_share)
     monkeypatch.setattr(decoding, "SHORT", 0)
     policy, task = tiny_policy("llama", scale=0.2), Parrot(turns) if turns else None
-    object.__setattr__(
-        policy, "eos_ids", (1, 8, 9) if turns else (1, 7, 8, 9, 10)
-    )  # many ends: rows leave at every step
-    spec = SamplingSpec(temperature=1.4, max_new_tokens=30 if turns else 14, decode_batch=decode_batch)
+    # many ends: rows leave at every step
+    object.__setattr__(policy, "eos_ids", (1, 8, 9) if turns else (1, 7, 8, 9, 10))
+    spec = SamplingSpec(
+        temperature=1.4, max_new_tokens=30 if turns else 14, decode_batch=decode_batch
+    )
     out = played(policy, task, spec)
     assert len(set(out.lengths.tolist())) > 3
     assert set(out.truncated.tolist()) == {True, False}
@@ -135,7 +158,9 @@ def test_what_is_decoded_together_changes_no_sample(decode_batch, remove_share, 
 def test_one_seed_one_result_and_no_other_randomness():
     policy, spec = tiny_policy(), SamplingSpec(max_new_tokens=8, temperature=2.0)
     state = torch.random.get_rng_state()
-    first, again, other = (generate(policy, PROMPTS, GROUP, spec, generator(seed)) for seed in (1, 1, 2))
+    first, again, other = (
+        generate(policy, PROMPTS, GROUP, spec, generator(seed)) for seed in (1, 1, 2)
+    )
     assert torch.equal(first.completion_ids, again.completion_ids)
     assert torch.equal(first.behavior_logp, again.behavior_logp)
     assert first.completion_ids.tolist() != other.completion_ids.tolist()
@@ -144,23 +169,38 @@ def test_one_seed_one_result_and_no_other_randomness():
 
 @pytest.mark.parametrize("small_bytes", [0, 2**22])
 @pytest.mark.parametrize("name", MODELS)
-def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(name, small_bytes, monkeypatch):
+def test_greedy_tokens_are_those_of_generate_and_logp_that_of_the_full_pass(
+    name, small_bytes, monkeypatch
+):
     monkeypatch.setattr(decoding, "SMALL_BYTES", small_bytes)  # larger layers are not concatenated
     architecture, overrides = MODELS[name]
     policy = tiny_policy(architecture, **overrides)
     assert can_decode_directly(policy.model)
-    ours = generate(policy, PROMPTS, 1, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator())
+    ours = generate(
+        policy, PROMPTS, 1, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator()
+    )
     ids, attention = left_pad(PROMPTS, policy.pad_id)
     theirs = policy.model.generate(  # type: ignore[operator]
-        ids, attention_mask=attention, do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=1
+        ids,
+        attention_mask=attention,
+        do_sample=False,
+        max_new_tokens=12,
+        pad_token_id=0,
+        eos_token_id=1,
     )
     width, mask = ours.input_ids.shape[1], ours.completion_mask
     assert theirs.shape[1] == width
     assert torch.equal(ours.input_ids, theirs)
     position = (ours.attention_mask.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
-        out = policy.model(input_ids=theirs, attention_mask=ours.attention_mask, position_ids=position)
-    logp = out.logits[:, ours.prompt_width - 1 : -1].log_softmax(-1).gather(2, ours.completion_ids[..., None])[..., 0]
+        out = policy.model(
+            input_ids=theirs, attention_mask=ours.attention_mask, position_ids=position
+        )
+    logp = (
+        out.logits[:, ours.prompt_width - 1 : -1]
+        .log_softmax(-1)
+        .gather(2, ours.completion_ids[..., None])[..., 0]
+    )
     assert torch.allclose(ours.behavior_logp.double(), logp * mask, rtol=0, atol=1e-6)
 
 
@@ -169,7 +209,9 @@ def test_adapters_and_autocast_are_applied(change, monkeypatch):
     plain = tiny_policy("qwen2", dtype=torch.float32)
     spec = SamplingSpec(temperature=0, max_new_tokens=12)
     if change == "adapters":
-        changed = make_policy(add_adapters(plain.model, LoraSpec(r=2), "tiny"), word_tokenizer(), "tiny")
+        changed = make_policy(
+            add_adapters(plain.model, LoraSpec(r=2), "tiny"), word_tokenizer(), "tiny"
+        )
         stir(changed)
     else:
         changed = make_policy(plain.model, word_tokenizer(), "tiny", compute=torch.bfloat16)
@@ -204,7 +246,9 @@ def test_other_models_are_decoded_through_their_layers(architecture, overrides, 
 def test_prompts_that_cannot_be_continued_are_named():
     policy = tiny_policy()  # context 128
     long = random_prompts((120,))[0]
-    with pytest.raises(UserError, match=r"prompt 1 \('.*'…\): 120 tokens and max_new_tokens 9 exceed .* 128 tokens"):
+    with pytest.raises(
+        UserError, match=r"prompt 1 \('.*'…\): 120 tokens and max_new_tokens 9 exceed .* 128 tokens"
+    ):
         generate(policy, [PROMPTS[0], long], 2, SamplingSpec(max_new_tokens=9), generator())
     generate(policy, [long], 1, SamplingSpec(max_new_tokens=8), generator())
     with pytest.raises(UserError, match="prompt 0: has no tokens"):
@@ -213,7 +257,9 @@ def test_prompts_that_cannot_be_continued_are_named():
 
 @settings(max_examples=120, deadline=None)
 @given(
-    st.lists(st.integers(-80, 80), min_size=2, max_size=20, unique=True),  # tenths: no ties, whose order is free
+    st.lists(
+        st.integers(-80, 80), min_size=2, max_size=20, unique=True
+    ),  # tenths: no ties, whose order is free
     st.floats(0, 1, exclude_max=True),
     st.floats(0.05, 1),
     st.sampled_from([0.5, 1.0, 2.0]),
@@ -233,7 +279,10 @@ def test_draw_equals_its_definition(tenths, u, top_p, temperature):
     assert int(token) in {j for j, _ in near}
     assert float(behavior) == pytest.approx(logp[int(token)], abs=1e-9)
     if top_p < 1:
-        assert any(j == int(token) and float(sampler) == pytest.approx(value, abs=1e-6) for j, value in near)
+        assert any(
+            j == int(token) and float(sampler) == pytest.approx(value, abs=1e-6)
+            for j, value in near
+        )
     else:
         assert sampler is None
 
@@ -253,8 +302,12 @@ def test_training_gives_every_own_token_the_log_probability_that_it_was_drawn_wi
     policy, task = tiny_policy("qwen2"), Parrot()
     out = played(policy, task, SamplingSpec(temperature=1.6, max_new_tokens=24))
     for share in (False, True):
-        scored = score_completions(policy.model, out, 1.6, share_prompt=share, with_grad=False, stats=True)
-        torch.testing.assert_close(scored.logp, out.behavior_logp.to(scored.logp), rtol=0, atol=1e-5)
+        scored = score_completions(
+            policy.model, out, 1.6, share_prompt=share, with_grad=False, stats=True
+        )
+        torch.testing.assert_close(
+            scored.logp, out.behavior_logp.to(scored.logp), rtol=0, atol=1e-5
+        )
         silent = out.completion_mask == 0
         assert not scored.logp[silent].any()
         assert not scored.stats.entropy[silent].any()
@@ -266,25 +319,36 @@ class Echo(Parrot):
     name, stop = "echo", ("g", "a")
 
     def respond(self, example, completion):
-        return None if completion.count("<information>") > 2 else "<information> knight</information>"
+        return (
+            None if completion.count("<information>") > 2 else "<information> knight</information>"
+        )
 
 
 def test_sampled_ids_stay_as_they_were_sampled():
     """A random model writes pieces that the tokenizer would join: decoding and encoding anew would give other tokens."""
     shipped = load_policy(PolicySpec())
-    policy = make_policy(tiny_model("qwen2", vocab=len(shipped.tokenizer)), shipped.tokenizer, "tiny")
+    policy = make_policy(
+        tiny_model("qwen2", vocab=len(shipped.tokenizer)), shipped.tokenizer, "tiny"
+    )
     task, spec = Echo(), SamplingSpec(temperature=4.0, max_new_tokens=60)
     out = played(policy, task, spec)
     assert_matches_oracle(policy, out, spec, task)
     anew = policy.tokenizer(out.texts, add_special_tokens=False)["input_ids"]
-    same = [ids == row[: len(ids)].tolist() for ids, row in zip(anew, out.completion_ids, strict=True)]
+    same = [
+        ids == row[: len(ids)].tolist() for ids, row in zip(anew, out.completion_ids, strict=True)
+    ]
     assert sum(same) < len(out) // 2
 
 
 def test_stop_strings_of_several_bytes_are_found():
     tokenizer = load_policy(PolicySpec()).tokenizer
     policy = make_policy(tiny_model("qwen2", vocab=len(tokenizer)), tokenizer, "tiny")
-    for stop, text in (("</stop>", "so</stop>!"), ("é", "naïve café"), ("。", "好。"), ("🙂", "a🙂b")):
+    for stop, text in (
+        ("</stop>", "so</stop>!"),
+        ("é", "naïve café"),
+        ("。", "好。"),
+        ("🙂", "a🙂b"),
+    ):
         ids = tokenizer(text)["input_ids"]
         rows = _StopStrings(policy, (stop,), 1)
         found = [rows.add([0], [token])[0] for token in ids]
@@ -297,8 +361,12 @@ FOLDER = os.environ.get("SHARPSCOPE_SMOLLM2", "")
 
 def test_sums_are_right_and_held_out_in_both_orders():
     splits = sums().splits()
-    pairs = {name: {e.prompt.splitlines()[-1] for e in examples} for name, examples in splits.items()}
-    assert {name: len(lines) for name, lines in pairs.items()} == {name: len(splits[name]) for name in splits}
+    pairs = {
+        name: {e.prompt.splitlines()[-1] for e in examples} for name, examples in splits.items()
+    }
+    assert {name: len(lines) for name, lines in pairs.items()} == {
+        name: len(splits[name]) for name in splits
+    }
     assert len(pairs["train"] | pairs["heldout"]) == 8100
     for line in pairs["heldout"]:
         a, _, b, _ = line.split()
@@ -313,13 +381,19 @@ def test_sums_are_right_and_held_out_in_both_orders():
 def test_generation_is_that_of_transformers_and_scored_alike():
     smollm2 = load_policy(PolicySpec(model=FOLDER, device="cpu"))
     prompts = render_prompts(
-        [Example("What is 10 + 28? Answer with the number only.", ""), Example("Name a color.", "")], smollm2
+        [
+            Example("What is 10 + 28? Answer with the number only.", ""),
+            Example("Name a color.", ""),
+        ],
+        smollm2,
     )
-    ours = generate(smollm2, prompts, 2, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator())
+    ours = generate(
+        smollm2, prompts, 2, SamplingSpec(temperature=0, max_new_tokens=12), torch.Generator()
+    )
     ids, attention = left_pad(prompts, smollm2.pad_id)
-    theirs = smollm2.model.generate(ids, attention_mask=attention, do_sample=False, max_new_tokens=12)[
-        :, ids.shape[1] :
-    ]
+    theirs = smollm2.model.generate(
+        ids, attention_mask=attention, do_sample=False, max_new_tokens=12
+    )[:, ids.shape[1] :]
     for row in range(4):
         n = int(ours.lengths[row])
         assert ours.completion_ids[row, :n].tolist() == theirs[row // 2, :n].tolist()

@@ -44,7 +44,9 @@ def example(prompt: str, **fields: Any) -> Any:
     return Example(prompt, "", **fields)
 
 
-def rendered(examples: list[Any], *, template: str | None = None, prompt_format: str = "auto") -> list[str]:
+def rendered(
+    examples: list[Any], *, template: str | None = None, prompt_format: str = "auto"
+) -> list[str]:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = template
     policy = make_policy(tiny_model(), tokenizer, "x", prompt_format)
@@ -54,7 +56,11 @@ def rendered(examples: list[Any], *, template: str | None = None, prompt_format:
 def test_plain_prompts_and_prefills():
     examples = [example("t5 t6"), example("t5", prefill=" t7"), example("t5 t7", prefill=" t7")]
     assert rendered(examples) == ["t5 t6", "t5 t7", "t5 t7"]
-    assert rendered(examples, template=TEMPLATE, prompt_format="plain") == ["t5 t6", "t5 t7", "t5 t7"]
+    assert rendered(examples, template=TEMPLATE, prompt_format="plain") == [
+        "t5 t6",
+        "t5 t7",
+        "t5 t7",
+    ]
 
 
 def test_chat_prompts_are_wrapped_once():
@@ -83,7 +89,9 @@ def test_turns_that_a_template_refuses_are_named():
     says = r"template of 'x' rejects .* system, user \(System role not supported\); .* policy.prompt_format=plain"
     with pytest.raises(UserError, match=says):
         rendered([example("t8 t9", messages=turns)], template=refuses)
-    assert rendered([example("t8 t9", messages=turns)], template=refuses, prompt_format="plain") == ["t8 t9"]
+    assert rendered(
+        [example("t8 t9", messages=turns)], template=refuses, prompt_format="plain"
+    ) == ["t8 t9"]
     assert rendered([example("t9")], template=refuses) == ["t5"]
 
 
@@ -162,7 +170,12 @@ def refusal(folder: Path | str, **values: Any) -> str:
 def test_a_saved_model_speaks_like_the_original(saved):
     policy, original = load_policy(spec(saved)), tiny_model(dtype=torch.float32)
     assert policy.source == str(saved)
-    assert policy.tokenizer("t5 </s> t36")["input_ids"] == [5, 1, 36]  # not cut as Qwen2's own tokenizer would
+    # not cut as Qwen2's own tokenizer would
+    assert policy.tokenizer("t5 </s> t36")["input_ids"] == [
+        5,
+        1,
+        36,
+    ]
     assert (policy.eos_ids, policy.pad_id, policy.context) == ((1,), 0, 128)
     assert (policy.chat, policy.model.config._attn_implementation) == (False, "sdpa")
     assert not policy.model.training
@@ -170,7 +183,9 @@ def test_a_saved_model_speaks_like_the_original(saved):
         assert torch.equal(a, b), name
     prompts, sampling = [[5, 6, 7]], SamplingSpec(max_new_tokens=5)
     other = make_policy(original, word_tokenizer(), "x")
-    ours, theirs = (generate(p, prompts, 2, sampling, torch.Generator().manual_seed(0)) for p in (policy, other))
+    ours, theirs = (
+        generate(p, prompts, 2, sampling, torch.Generator().manual_seed(0)) for p in (policy, other)
+    )
     assert torch.equal(ours.completion_ids, theirs.completion_ids)
 
 
@@ -189,7 +204,9 @@ def test_a_folder_that_is_not_there_or_not_a_model(tmp_path):
 
 def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
     monkeypatch.setattr(
-        AutoConfig, "from_pretrained", Mock(side_effect=OSError("We couldn't connect\nand much more\n"))
+        AutoConfig,
+        "from_pretrained",
+        Mock(side_effect=OSError("We couldn't connect\nand much more\n")),
     )
     says = "no such folder, and as a hub id it cannot be loaded: We couldn't connect"
     assert refusal("someone/model") == f"policy.model 'someone/model': {says}"
@@ -204,7 +221,10 @@ def test_missing_weights_are_not_made_up(folder):
 
 def test_code_in_a_checkpoint_is_not_run(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    config |= {
+        "model_type": "own",
+        "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"},
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     assert "policy.model" in refusal(folder)
@@ -216,18 +236,26 @@ def test_tokenizers_that_do_not_fit():
         make_policy(tiny_model(), word_tokenizer(50), "x")
     silent = tiny_model()
     silent.generation_config.eos_token_id = None
-    with pytest.raises(UserError, match="neither the tokenizer nor the generation config has an end-of-text token"):
+    with pytest.raises(
+        UserError, match="neither the tokenizer nor the generation config has an end-of-text token"
+    ):
         make_policy(silent, word_tokenizer(eos_token=None), "x")
     with pytest.raises(UserError, match="no chat template"):
         make_policy(tiny_model(), word_tokenizer(), "x", "chat")
     assert make_policy(tiny_model(), word_tokenizer(pad_token=None), "x").pad_id == 1
     ends = tiny_model()
     ends.generation_config.eos_token_id = [5, 1]
-    assert set(make_policy(ends, word_tokenizer(), "x").eos_ids) == {1, 5}  # of tokenizer and generation config
+    # of tokenizer and generation config
+    assert set(make_policy(ends, word_tokenizer(), "x").eos_ids) == {
+        1,
+        5,
+    }
 
 
 def test_a_model_that_sees_later_tokens_is_refused():
-    config = AutoConfig.for_model("xlm", vocab_size=37, emb_dim=16, n_layers=1, n_heads=2, causal=False)
+    config = AutoConfig.for_model(
+        "xlm", vocab_size=37, emb_dim=16, n_layers=1, n_heads=2, causal=False
+    )
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -242,7 +270,13 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     words = [chr(256 + i) if i < 33 else chr(i) for i in range(256)] + [f"w{i}" for i in range(40)]
     words += ["ab", "<|endoftext|>", "<s>", "</s>"]
     writer = gguf.GGUFWriter(path, "llama")
-    sizes = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32, "head_count": 2}
+    sizes = {
+        "context_length": 64,
+        "embedding_length": 32,
+        "block_count": 1,
+        "feed_forward_length": 32,
+        "head_count": 2,
+    }
     for name, value in (sizes | {"head_count_kv": 2, "vocab_size": 300}).items():
         getattr(writer, f"add_{name}")(value)
     writer.add_layer_norm_rms_eps(1e-5)
@@ -254,8 +288,15 @@ def write_gguf(path: Path) -> dict[str, torch.Tensor]:
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(298)
     writer.add_eos_token_id(299)
-    shapes = {"token_embd": (300, 32), "output": (300, 32), "blk.0.ffn_gate": (32, 32), "blk.0.ffn_down": (32, 32)}
-    shapes |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")} | {"blk.0.ffn_up": (32, 32)}
+    shapes = {
+        "token_embd": (300, 32),
+        "output": (300, 32),
+        "blk.0.ffn_gate": (32, 32),
+        "blk.0.ffn_down": (32, 32),
+    }
+    shapes |= {f"blk.0.attn_{part}": (32, 32) for part in ("q", "k", "v", "output")} | {
+        "blk.0.ffn_up": (32, 32)
+    }
     shapes |= dict.fromkeys(("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"), (32,))
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -285,7 +326,9 @@ def test_a_gguf_file_loads_as_float32_and_can_be_saved(tmp_path, monkeypatch):
 def test_what_does_not_fit_into_memory_is_said_before_it_is_loaded(folder, monkeypatch):
     """Four bytes for each stored number, however it is stored."""
     numbers = load_policy(spec(folder)).model.num_parameters()
-    weights = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     monkeypatch.setattr(memory, "free_memory", lambda device: 4 * numbers)
     load_policy(spec(folder))
@@ -315,7 +358,8 @@ def test_new_adapters_for_a_folder_of_adapters_are_refused(saved, tmp_path):
 def test_only_the_adapters_train_and_they_start_at_the_model_itself(saved):
     policy, plain = adapted(saved), load_policy(spec(saved))
     again = adapted(saved)
-    assert all(map(torch.equal, policy.model.parameters(), again.model.parameters()))  # the same for every run
+    # the same for every run
+    assert all(map(torch.equal, policy.model.parameters(), again.model.parameters()))
     trainable = {name for name, p in policy.model.named_parameters() if p.requires_grad}
     assert trainable and all(".lora_" in name for name in trainable)
     assert len(trainable) == 2 * 2 * 7  # A and B of two layers' q, k, v, o, gate, up, down
@@ -333,7 +377,9 @@ def test_saved_adapters_load_here_and_with_transformers(saved, tmp_path):
     assert not (saved_adapters(policy, tmp_path) / "model.safetensors").exists()
     again = load_policy(spec(tmp_path))
     assert has_adapters(again.model) and torch.equal(logp(again), logp(policy))
-    assert [p.requires_grad for p in again.model.parameters()] == [p.requires_grad for p in policy.model.parameters()]
+    assert [p.requires_grad for p in again.model.parameters()] == [
+        p.requires_grad for p in policy.model.parameters()
+    ]
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     ids = torch.tensor([[3, 5, 9, 4]])
     assert torch.allclose(theirs(ids).logits, policy.model(ids).logits, atol=1e-5)
@@ -343,7 +389,9 @@ def test_pickled_adapters_are_refused_unread(saved, tmp_path):
     weights = saved_adapters(adapted(saved), tmp_path / "adapters") / "adapter_model.safetensors"
     torch.save(load_file(weights), weights.with_suffix(".bin"))
     weights.unlink()
-    with pytest.raises(UserError, match=r"adapters': no adapter_model\.safetensors; .* save_pretrained") as refused:
+    with pytest.raises(
+        UserError, match=r"adapters': no adapter_model\.safetensors; .* save_pretrained"
+    ) as refused:
         load_policy(spec(tmp_path / "adapters"))
     assert "\n" not in str(refused.value)
 
@@ -356,20 +404,29 @@ def test_a_shipped_policy_is_a_small_qwen2_in_safetensors(name):
     folder = embedded_policy(name)
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.config.model_type == "qwen2"
-    assert all(parameter.dtype == torch.float32 and parameter.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.dtype == torch.float32 and parameter.isfinite().all()
+        for parameter in model.parameters()
+    )
     assert (folder / "model.safetensors").stat().st_size <= 8 * 2**20
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     assert (model.config.pad_token_id, model.config.eos_token_id) == (0, 1)
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
     assert len(tokenizer) <= model.config.vocab_size
-    assert json.loads((folder / "warm_start.json").read_text())["parameters"] == model.num_parameters()
+    assert (
+        json.loads((folder / "warm_start.json").read_text())["parameters"] == model.num_parameters()
+    )
 
 
 @pytest.mark.parametrize("style", ["compact", "logic_rl"])
 def test_every_loader_gives_the_same_tokens_for_puzzles(style):
     loaders = (PreTrainedTokenizerFast, AutoTokenizer)
-    shipped, auto = (loader.from_pretrained(embedded_policy("knights_knaves")) for loader in loaders)
-    puzzles = make_task(KnightsKnavesSpec(train_size=1, heldout_size=25, seed=3, style=style)).splits()["heldout"]
+    shipped, auto = (
+        loader.from_pretrained(embedded_policy("knights_knaves")) for loader in loaders
+    )
+    puzzles = make_task(
+        KnightsKnavesSpec(train_size=1, heldout_size=25, seed=3, style=style)
+    ).splits()["heldout"]
     for prompt in (puzzle.prompt for puzzle in puzzles):
         ids = shipped(prompt)["input_ids"]
         assert auto(prompt)["input_ids"] == ids

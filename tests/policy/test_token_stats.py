@@ -27,7 +27,9 @@ from tests.oracles.token_gradients import token_statistics
 from tests.policy.conftest import token_stats, word_tokenizer
 
 
-def stats_of_logits(z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0) -> dict[str, torch.Tensor]:
+def stats_of_logits(
+    z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0
+) -> dict[str, torch.Tensor]:
     out = {name: torch.full((len(z),), torch.nan, dtype=z.dtype) for name in STAT_NAMES}
     logit_stats(z.clone(), y, temperature, out)
     return out
@@ -36,10 +38,14 @@ def stats_of_logits(z: torch.Tensor, y: torch.Tensor, temperature: float = 1.0) 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
 @pytest.mark.parametrize(
-    "head_kind", [{}, {"bias": True}, {"soft_cap": 3.0}, {"scale": 0.25, "bias": True, "soft_cap": 1.5}]
+    "head_kind",
+    [{}, {"bias": True}, {"soft_cap": 3.0}, {"scale": 0.25, "bias": True, "soft_cap": 1.5}],
 )
-def test_every_statistic_of_every_token_equals_its_definition(head_kind, dtype, tolerance, temperature, monkeypatch):
-    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 23 * dtype.itemsize * 5, "cuda": 1})  # chunks of five tokens
+def test_every_statistic_of_every_token_equals_its_definition(
+    head_kind, dtype, tolerance, temperature, monkeypatch
+):
+    # chunks of five tokens
+    monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 23 * dtype.itemsize * 5, "cuda": 1})
     monkeypatch.setattr(module, "CACHE_BYTES", {"cpu": 23 * dtype.itemsize * 2, "cuda": 1})
     g = torch.Generator().manual_seed(1)
     hidden = 2 * torch.randn(3, 5, 6, generator=g, dtype=dtype)
@@ -71,7 +77,10 @@ def test_a_confident_token_keeps_its_relative_precision_in_single_precision():
     z = torch.zeros(5, 11)
     z[:, 4] = torch.tensor([5.0, 10.0, 15.0, 20.0, 28.0])
     for row, out in enumerate(zip(*stats_of_logits(z, torch.full((5,), 4)).values(), strict=True)):
-        expected, found = token_statistics(z[row], 4, 1.0), dict(zip(STAT_NAMES, map(float, out), strict=True))
+        expected, found = (
+            token_statistics(z[row], 4, 1.0),
+            dict(zip(STAT_NAMES, map(float, out), strict=True)),
+        )
         for name in ("logp", "entropy", "logit_grad_norm", "polarity"):
             assert found[name] == pytest.approx(expected[name], rel=3e-6), name
     z = torch.tensor([[0.0, 20.0, -60.0, 1.0]])  # an improbable token beside a near certain one
@@ -120,7 +129,9 @@ def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
         p = torch.softmax(hidden[row] @ weight.T / temperature, 0).tolist()
         kept = sum(value for value in p if value >= 0.05 * max(p))
         wanted = math.log(p[y] / kept) if p[y] >= 0.05 * max(p) else -math.inf
-        assert float(found[row]) == (wanted if wanted == -math.inf else pytest.approx(wanted, abs=1e-12))
+        assert float(found[row]) == (
+            wanted if wanted == -math.inf else pytest.approx(wanted, abs=1e-12)
+        )
     assert torch.isinf(found).any() and torch.isfinite(found).sum() >= 3
 
 
@@ -130,8 +141,13 @@ def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch)
     """g from autograd, G from torch's AdamW on a copy with the same state, the quadratic form with a dense F."""
     monkeypatch.setattr(module, "LOGIT_BYTES", {"cpu": 23 * 8 * 4, "cuda": 23 * 8 * 4})
     g = torch.Generator().manual_seed(5)
-    hidden, start = (torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((9, 6), (23, 6)))
-    targets, advantage = torch.randint(0, 23, (9,), generator=g), torch.randn(9, generator=g, dtype=torch.float64)
+    hidden, start = (
+        torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((9, 6), (23, 6))
+    )
+    targets, advantage = (
+        torch.randint(0, 23, (9,), generator=g),
+        torch.randn(9, generator=g, dtype=torch.float64),
+    )
     temperature, lr = 0.8, 0.3
     weight = torch.nn.Parameter(start.clone())
     optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6)
@@ -140,10 +156,14 @@ def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch)
         optimizer.step()
     state, moments = optimizer.state.get(weight), None
     if warm:
-        moments = Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]), (0.9, 0.99), 1e-6)
+        moments = Moments(
+            state["exp_avg"], state["exp_avg_sq"], int(state["step"]), (0.9, 0.99), 1e-6
+        )
     head = Head(weight.detach().clone(), None)
     monkeypatch.setattr(module, "CURVATURE_TOP", top)
-    found = flat_curvature(hidden, head, targets, temperature, advantage=advantage, lr=lr, moments=moments)
+    found = flat_curvature(
+        hidden, head, targets, temperature, advantage=advantage, lr=lr, moments=moments
+    )
     for row, y in enumerate(targets.tolist()):
         copied = torch.nn.Parameter(weight.detach().clone())
         z = copied @ hidden[row] / temperature
@@ -155,7 +175,9 @@ def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch)
         gradient = copied.grad * chosen[:, None]
         G = gradient
         if warm:
-            other = torch.optim.AdamW([copied], lr=1.0, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6)
+            other = torch.optim.AdamW(
+                [copied], lr=1.0, weight_decay=0.0, betas=(0.9, 0.99), eps=1e-6
+            )
             other.state[copied] = {name: value.clone() for name, value in state.items()}
             before, copied.grad = copied.detach().clone(), -gradient  # it minimizes
             other.step()
@@ -165,17 +187,28 @@ def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch)
         F = torch.diag(p * chosen) - torch.outer(p * chosen, p * chosen)
         vu = (v * u).sum()
         m_h = lr * (gradient * G).sum() + lr**2 / 2 * advantage[row] * (vu**2 - u @ F @ u)
-        torch.testing.assert_close(found[row], torch.stack([m_h, lr**2 / 2 * vu**2]), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            found[row], torch.stack([m_h, lr**2 / 2 * vu**2]), rtol=1e-9, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize(
-    "kind", [{}, {"bias": True}, {"soft_cap": 2.0, "bias": True}, {"scale": 0.3}, {"soft_cap": 1.5, "scale": 2.0}]
+    "kind",
+    [
+        {},
+        {"bias": True},
+        {"soft_cap": 2.0, "bias": True},
+        {"scale": 0.3},
+        {"soft_cap": 1.5, "scale": 2.0},
+    ],
 )
 def test_chunked_backward_pass_equals_the_one_that_keeps_all_logits(kind, temperature, monkeypatch):
     g = torch.Generator().manual_seed(3)
     shapes = ((11, 5), (29, 5), (29,))
-    leaves = [torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
+    leaves = [
+        torch.randn(shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes
+    ]
     hidden, weight, bias = leaves if kind.get("bias") else (*leaves[:2], None)
     head = Head(weight, bias, kind.get("soft_cap"), kind.get("scale", 1.0))
     targets = torch.randint(0, 29, (11,), generator=g)
@@ -184,7 +217,11 @@ def test_chunked_backward_pass_equals_the_one_that_keeps_all_logits(kind, temper
     for keep in (True, False):
         logp, stats = flat_logp(hidden, head, targets, temperature, stats=True, keep_logits=keep)
         wanted = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
-        found[keep] = (logp, torch.autograd.grad((logp * torch.arange(1.0, 12.0)).sum(), wanted), stats)
+        found[keep] = (
+            logp,
+            torch.autograd.grad((logp * torch.arange(1.0, 12.0)).sum(), wanted),
+            stats,
+        )
     assert torch.allclose(found[True][0], found[False][0], atol=1e-12)
     for kept, chunked in zip(found[True][1], found[False][1], strict=True):
         assert torch.allclose(kept, chunked, atol=1e-11)

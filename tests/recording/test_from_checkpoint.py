@@ -51,12 +51,18 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
     rng = np.random.default_rng(0)
     coef = [rng.normal(size=len(ids)).tolist() for _, ids in ROWS]
     source = sharpscope.load_run(trace(tmp_path, coef))
-    found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out", steps=[2])
-    assert [(one.step, one.tokens, one.attributed) for one in found] == [(2, 6, True)] and found[0].logp_gap < 1e-5
+    found = probe_trace(
+        source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out", steps=[2]
+    )
+    assert [(one.step, one.tokens, one.attributed) for one in found] == [(2, 6, True)] and found[
+        0
+    ].logp_gap < 1e-5
     run = sharpscope.load_run(tmp_path / "out")
     tokens, model = run.tokens(steps=[2]), small_model().double()
     given = [torch.tensor(row, dtype=torch.float64) for row in coef]
-    expected = tokens_of(model, ROWS, lambda logp: sum((c * one).sum() for c, one in zip(given, logp, strict=True)))
+    expected = tokens_of(
+        model, ROWS, lambda logp: sum((c * one).sum() for c, one in zip(given, logp, strict=True))
+    )
     np.testing.assert_allclose(tokens["attribution"], expected.attribution, atol=1e-5)
     assert tokens["attribution"].sum() == pytest.approx(1, abs=1e-5)
     assert run.steps["grad_norm"][1] == pytest.approx(expected.gradient_norm, rel=1e-5)
@@ -76,7 +82,10 @@ def test_norms_and_shares_are_autograds(checkpoint: Path, tmp_path: Path):
 def test_another_checkpoint_is_reported_or_an_error_unless_forced_and_shares_need_coefficients(
     checkpoint: Path, tmp_path: Path, shift: float
 ):
-    source, policy = sharpscope.load_run(trace(tmp_path, None, -shift)), load_policy(PolicySpec(model=str(checkpoint)))
+    source, policy = (
+        sharpscope.load_run(trace(tmp_path, None, -shift)),
+        load_policy(PolicySpec(model=str(checkpoint))),
+    )
     if shift > 0.5:
         with pytest.raises(UserError, match=r"differ from the recorded ones by 0\.6 nats"):
             probe_trace(source, policy, tmp_path / "out")
@@ -89,7 +98,9 @@ def test_another_checkpoint_is_reported_or_an_error_unless_forced_and_shares_nee
     assert run.tokens()["score_norm_local"].notna().all()
 
 
-def test_a_sample_of_a_steps_tokens_has_norms_and_no_shares(checkpoint: Path, tmp_path: Path, monkeypatch):
+def test_a_sample_of_a_steps_tokens_has_norms_and_no_shares(
+    checkpoint: Path, tmp_path: Path, monkeypatch
+):
     def sampled(*given: Any) -> Any:
         rows = step_rows(*given)
         return replace(rows, frame=rows.frame.assign(row_probability=0.5))
@@ -98,7 +109,11 @@ def test_a_sample_of_a_steps_tokens_has_norms_and_no_shares(checkpoint: Path, tm
     source = sharpscope.load_run(trace(tmp_path, [[0.5] * len(ids) for _, ids in ROWS]))
     found = probe_trace(source, load_policy(PolicySpec(model=str(checkpoint))), tmp_path / "out")
     tokens = sharpscope.load_run(tmp_path / "out").tokens()
-    assert not found[0].attributed and tokens["attribution"].isna().all() and tokens["score_norm_local"].notna().all()
+    assert (
+        not found[0].attributed
+        and tokens["attribution"].isna().all()
+        and tokens["score_norm_local"].notna().all()
+    )
 
 
 def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
@@ -113,7 +128,11 @@ def test_what_cannot_be_probed_is_refused(checkpoint: Path, tmp_path: Path):
     with pytest.raises(UserError, match="add `prompt_ids`"):
         probe_trace(run, policy, tmp_path / "out")
     for name, line, words in (
-        ("unknown", {"token_id": [99], "logp": [-1.0]}, "token ID 99 of step 1 is not among its 37"),
+        (
+            "unknown",
+            {"token_id": [99], "logp": [-1.0]},
+            "token ID 99 of step 1 is not among its 37",
+        ),
         (
             "several",
             {"token_id": [9, 8], "logp": [-1.0, -1.0], "temperature": [0.7, 1.0]},

@@ -53,7 +53,11 @@ def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_con
     config = toy_config(**(QUIET | SURE[rule] | {f"health__{rule}__action": "skip_step"}))
     assert train(config).status == "finished" and unmoved(config)
     run = sharpscope.load_run(config.run_dir)
-    assert (run.steps["updates"] == 0).all() and run.steps["grad_norm"].isna().all() and run.steps["lr"].isna().all()
+    assert (
+        (run.steps["updates"] == 0).all()
+        and run.steps["grad_norm"].isna().all()
+        and run.steps["lr"].isna().all()
+    )
     assert run.tokens()["logp"].notna().all() and len(run.tokens()) == run.steps["tokens"].sum()
     events = run.events[run.events["rule"] == rule]
     assert events["step"].tolist() == [1, 2] and set(events["action"]) == {"skip_step"}
@@ -63,9 +67,17 @@ def test_skip_step_leaves_the_weights_as_they_are_and_records_the_tokens(toy_con
 
 
 def test_stop_ends_the_run_before_the_update_with_a_checkpoint(toy_config):
-    config = toy_config(**(QUIET | SURE["truncation"] | {"health__truncation__action": "stop", "checkpoint__every": 0}))
+    config = toy_config(
+        **(
+            QUIET
+            | SURE["truncation"]
+            | {"health__truncation__action": "stop", "checkpoint__every": 0}
+        )
+    )
     outcome = train(config)
-    assert (outcome.status, outcome.steps_done) == ("failed", 1) and outcome.reason.startswith("truncation")
+    assert (outcome.status, outcome.steps_done) == ("failed", 1) and outcome.reason.startswith(
+        "truncation"
+    )
     assert unmoved(config)
     run = sharpscope.load_run(config.run_dir)
     assert run.status == "failed" and run.info["end"] == outcome.reason and len(run.steps) == 1
@@ -86,10 +98,16 @@ def test_a_gradient_that_is_not_finite_is_left_out(toy_config, monkeypatch, valu
     outcome = train(toy_config(steps=3, evaluation__every=0, health__non_finite=action))
     run = sharpscope.load_run(outcome.run_dir)
     (event,) = run.events[run.events["rule"] == "non_finite"].to_dict("records")
-    assert event["step"] == 2 and "the gradient is not finite" in event["message"] and event["action"] == action
+    assert (
+        event["step"] == 2
+        and "the gradient is not finite" in event["message"]
+        and event["action"] == action
+    )
     assert not math.isfinite(event["value"])
     assert run.steps["updates"].tolist() == ([1, 0, 1] if action == "skip_step" else [1, 0])
-    assert (outcome.status, outcome.steps_done) == (("finished", 3) if action == "skip_step" else ("failed", 2))
+    assert (outcome.status, outcome.steps_done) == (
+        ("finished", 3) if action == "skip_step" else ("failed", 2)
+    )
     assert all(torch.isfinite(w).all() for w in weights(checkpoints(outcome.run_dir)[-1]))
 
 
@@ -98,7 +116,10 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkey
 
     def off(*arguments, **options):
         drawn = plain(*arguments, **options)
-        return replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - 0.2))
+        return replace(
+            drawn,
+            rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - 0.2),
+        )
 
     monkeypatch.setattr(loop, "draw_rollouts", off)
     run = sharpscope.load_run(train(toy_config(**QUIET)).run_dir)
@@ -112,7 +133,11 @@ def test_a_sampler_that_disagrees_with_the_trainer_is_noticed(toy_config, monkey
 @pytest.mark.parametrize("weight_on", ["ratio", "surrogate"])
 def test_clipped_weights_are_the_tokens_with_an_advantage_and_no_gradient(toy_config, weight_on):
     """One update a step: the ratio is 1, so a token of a group that teaches has no gradient only where its weight is clipped."""
-    method = {"method": "tr-grpo", "method__weight_on": weight_on, "method__weight__preset": "calibrated"}
+    method = {
+        "method": "tr-grpo",
+        "method__weight_on": weight_on,
+        "method__weight__preset": "calibrated",
+    }
     config = toy_config(**method, health__clipped_weights__threshold=0.0, **QUIET)
     run = sharpscope.load_run(train(config).run_dir)
     events = run.events[run.events["rule"] == "clipped_weights"].set_index("step")["value"]
@@ -123,7 +148,12 @@ def test_clipped_weights_are_the_tokens_with_an_advantage_and_no_gradient(toy_co
 
 
 def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config, monkeypatch):
-    settings = {"steps": 4, "checkpoint__every": 1, "checkpoint__keep_last": 1, "evaluation__every": 1}
+    settings = {
+        "steps": 4,
+        "checkpoint__every": 1,
+        "checkpoint__keep_last": 1,
+        "evaluation__every": 1,
+    }
     whole, broken = toy_config(name="whole", **settings), toy_config(name="broken", **settings)
     train(whole)
     plain, calls = torch.optim.AdamW.step, []
@@ -139,7 +169,10 @@ def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", spoilt)
         outcome = train(broken)
-    assert (outcome.status, outcome.steps_done) == ("failed", 3) and "model weights" in outcome.reason
+    assert (outcome.status, outcome.steps_done) == (
+        "failed",
+        3,
+    ) and "model weights" in outcome.reason
     assert [folder.name for folder in checkpoints(broken.run_dir)] == ["step-000002"]
     run = sharpscope.load_run(broken.run_dir)
     assert run.eval["step"].max() == 2 and run.steps["step"].tolist() == [1, 2, 3]
@@ -148,27 +181,44 @@ def test_broken_weights_are_neither_measured_nor_saved_over_good_ones(toy_config
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
-def test_an_update_that_destroys_the_policy_is_noticed_after_one_step_and_can_stop_the_run(toy_config):
+def test_an_update_that_destroys_the_policy_is_noticed_after_one_step_and_can_stop_the_run(
+    toy_config,
+):
     """KL(π_old‖π) is that of the step's completions under the policy before and after it."""
-    config = toy_config(**(QUIET | {"steps": 6, "optimizer__lr": 1.0, "health__policy_destroyed__action": "stop"}))
+    config = toy_config(
+        **(QUIET | {"steps": 6, "optimizer__lr": 1.0, "health__policy_destroyed__action": "stop"})
+    )
     outcome = train(config)
     assert outcome.status == "failed" and outcome.reason.startswith("policy_destroyed")
     run = sharpscope.load_run(config.run_dir)
     (event,) = run.events[run.events["rule"] == "policy_destroyed"].to_dict("records")
-    assert event["step"] == outcome.steps_done == run.steps["step"].max() and "optimizer.lr = 1" in event["message"]
+    assert (
+        event["step"] == outcome.steps_done == run.steps["step"].max()
+        and "optimizer.lr = 1" in event["message"]
+    )
     assert event["value"] == run.steps["kl_step"].iloc[-1] > 0.5
-    gentle = sharpscope.load_run(train(toy_config(name="gentle", **QUIET, optimizer__lr=1e-4)).run_dir)
+    gentle = sharpscope.load_run(
+        train(toy_config(name="gentle", **QUIET, optimizer__lr=1e-4)).run_dir
+    )
     made = gentle.steps["updates"] > 0
-    assert made.any() and (gentle.steps["kl_step"][made] < 0.01).all() and (gentle.steps["kl_step"][made] >= 0).all()
+    assert (
+        made.any()
+        and (gentle.steps["kl_step"][made] < 0.01).all()
+        and (gentle.steps["kl_step"][made] >= 0).all()
+    )
 
 
 def test_the_kl_of_a_step_is_that_between_its_policies(toy_config):
     """Of one step on few completions, all of which are scored: equal to the value from the two checkpoints."""
-    config = toy_config(**(QUIET | {"steps": 1, "rollout__prompts_per_step": 2, "rollout__group_size": 2}))
+    config = toy_config(
+        **(QUIET | {"steps": 1, "rollout__prompts_per_step": 2, "rollout__group_size": 2})
+    )
     train(config)
     run = sharpscope.load_run(config.run_dir)
     tokens = run.tokens()
-    policy = load_policy(config.policy.model_copy(update={"model": str(checkpoints(config.run_dir)[-1])}))
+    policy = load_policy(
+        config.policy.model_copy(update={"model": str(checkpoints(config.run_dir)[-1])})
+    )
     rows = run.rollouts.sort_values("rollout")
     total, count = 0.0, 0
     for row in rows.itertuples():
@@ -185,13 +235,19 @@ def test_the_kl_of_a_step_is_that_between_its_policies(toy_config):
 
 def test_cut_completions_are_reported_at_steps_where_none_of_them_is_right(toy_config):
     """Plain prompts are often continued beyond a right answer."""
-    config = toy_config(**(QUIET | {"rollout__max_new_tokens": 2, "steps": 4, "rollout__group_size": 8}))
+    config = toy_config(
+        **(QUIET | {"rollout__max_new_tokens": 2, "steps": 4, "rollout__group_size": 8})
+    )
     train(config)
     run = sharpscope.load_run(config.run_dir)
-    right = (run.rollouts["truncated"] & run.rollouts["correct"]).groupby(run.rollouts["step"]).any()
+    right = (
+        (run.rollouts["truncated"] & run.rollouts["correct"]).groupby(run.rollouts["step"]).any()
+    )
     cut = run.rollouts.groupby("step")["truncated"].mean() >= 0.5
     assert (right & cut).any()
-    assert run.events.loc[run.events["rule"] == "truncation", "step"].tolist() == list(right.index[~right & cut])
+    assert run.events.loc[run.events["rule"] == "truncation", "step"].tolist() == list(
+        right.index[~right & cut]
+    )
 
 
 def test_a_containers_limit_counts_without_the_page_cache(tmp_path):
@@ -209,7 +265,8 @@ LIVE = [name for name, rule in RULES.items() if rule.known != "log"]
 OF_ONE_STEP = [  # whose measure of a single step is the quantity itself
     name
     for name in LIVE
-    if len(RULES[name].quantities) == 1 and RULES[name].measure({RULES[name].quantities[0]: np.full(1, 2.0)})[-1] == 2
+    if len(RULES[name].quantities) == 1
+    and RULES[name].measure({RULES[name].quantities[0]: np.full(1, 2.0)})[-1] == 2
 ]
 assert len(OF_ONE_STEP) > 5
 
@@ -249,7 +306,9 @@ def histories(draw: st.DrawFn) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     history = {}
     for name in sorted({name for rule in RULES.values() for name in rule.quantities}):
-        values = np.abs(50 + scale * random.normal(0, 20, steps).cumsum()) * random.choice([1.0, -1.0], p=[0.9, 0.1])
+        values = np.abs(50 + scale * random.normal(0, 20, steps).cumsum()) * random.choice(
+            [1.0, -1.0], p=[0.9, 0.1]
+        )
         others = random.choice([math.nan, math.inf, 0.0], steps)
         history[name] = np.where(random.random(steps) < odd, others, values)
     return history
@@ -285,7 +344,11 @@ def test_spikes_are_those_of_the_robust_z_score(norms):
 
 
 def last(name: str, **values: list[float]) -> float:
-    return float(RULES[name].measure({quantity: np.array(of, dtype=float) for quantity, of in values.items()})[-1])
+    return float(
+        RULES[name].measure(
+            {quantity: np.array(of, dtype=float) for quantity, of in values.items()}
+        )[-1]
+    )
 
 
 def test_measures_by_value():
@@ -293,7 +356,8 @@ def test_measures_by_value():
     assert last("entropy_collapse", entropy=[2, 2, 4, 2, 2, 0.5]) == 0.25
     assert math.isnan(last("entropy_collapse", entropy=[2.0] * EARLY))  # the early steps themselves
     assert last("gradient_growth", grad_norm=[1.0] * 5 + [3.0] * 10) == 3
-    assert last("dead_groups", dead_groups=[0] + [1] * 5 + [0.5] * 5) == pytest.approx(0.75)  # of the last ten
+    # of the last ten
+    assert last("dead_groups", dead_groups=[0] + [1] * 5 + [0.5] * 5) == pytest.approx(0.75)
     # Two steps without a gradient.
     assert last("drift", entropy=[2, 1, 1.25, 1.5], grad_norm=[1, 0, 0, math.nan]) == 0.5
     assert math.isnan(last("drift", entropy=[2, 1], grad_norm=[1, 1]))
@@ -307,8 +371,11 @@ def test_measures_by_value():
     # noise of 0.1 a step; five steps at 0 after means of 1: 10 standard deviations over sqrt(1/5 + 1/10)
     reward = [1 + 0.1 / 1.4826 * np.sqrt(2) * (-1) ** k / 2 for k in range(20)] + [0.0] * 5
     best = 1 + 0.1 / 1.4826 / np.sqrt(2) / 3  # the mean of the first three
-    assert last("reward_collapse", reward=reward) == pytest.approx(best * 10 / math.sqrt(0.3), rel=1e-6)
-    assert last("reward_collapse", reward=[0.9, 1.1] * 10 + [0.9] * 5) == 0  # a tenth is no collapse
+    assert last("reward_collapse", reward=reward) == pytest.approx(
+        best * 10 / math.sqrt(0.3), rel=1e-6
+    )
+    # a tenth is no collapse
+    assert last("reward_collapse", reward=[0.9, 1.1] * 10 + [0.9] * 5) == 0
 
 
 def test_the_samplers_values():
@@ -329,5 +396,9 @@ def test_the_samplers_values():
         assert sampler_values(logp, wrong)["sampler_impossible"] == share
     half = np.where(np.arange(100) < 50, off, np.nan)  # the server gave half of them
     assert sampler_values(logp, half)["sampler_outside"] == 0.06
-    healthy = {"sampler_outside": 0.08, "mismatch": 0.04}  # bfloat16 in chunks of 1 and of 8, without any sampler
+    # bfloat16 in chunks of 1 and of 8, without any sampler
+    healthy = {
+        "sampler_outside": 0.08,
+        "mismatch": 0.04,
+    }
     assert judge(1, healthy, HealthSpec().limits) == []

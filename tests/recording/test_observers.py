@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 import sharpscope
 from sharpscope import memory
 from sharpscope.analysis.headline import layer_norms
-from sharpscope.config.method import GroupAdvantage
 from sharpscope.errors import CheckError, UserError
-from sharpscope.objective import Method, estimate_advantages, named_method, reference_method
+from sharpscope.methods import Method, named_method, reference_method
+from sharpscope.methods.advantages import estimate_advantages
+from sharpscope.methods.method import GroupAdvantage
 from sharpscope.policy import load_policy
-from sharpscope.probes import runner
-from sharpscope.probes.token_gradients import norms
 from sharpscope.recording import observers
 from sharpscope.recording.norms import clip_factor
+from sharpscope.surface import runner
+from sharpscope.tokens import norms
 from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
 from tests.faults.conftest import assert_same, tables
@@ -60,7 +61,11 @@ def recorded(tiny_policy, tmp_path_factory):
     out = tmp_path_factory.mktemp("observed")
     base = {**TOY, "policy.model": str(tiny_policy), "method": "grpo"}
     full = {path.replace("__", "."): value for path, value in (RECORD | SURFACE).items()}
-    nothing = full | {"recording.token_gradients_every": 0, "recording.heldout_influence_every": 0, "probes.every": 0}
+    nothing = full | {
+        "recording.token_gradients_every": 0,
+        "recording.heldout_influence_every": 0,
+        "probes.every": 0,
+    }
     train(build_config(values=base | full | {"out": str(out / "full")}))
     train(build_config(values=base | nothing | {"out": str(out / "nothing")}))
     return out / "full", out / "nothing"
@@ -68,7 +73,9 @@ def recorded(tiny_policy, tmp_path_factory):
 
 def test_training_does_not_notice(recorded):
     full, nothing = recorded
-    one, two = (AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1]) for folder in (full, nothing))
+    one, two = (
+        AutoModelForCausalLM.from_pretrained(checkpoints(folder)[-1]) for folder in (full, nothing)
+    )
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     a, b = tables(full), tables(nothing)
     pd.testing.assert_frame_equal(a["steps"], b["steps"], check_exact=True)
@@ -85,13 +92,21 @@ def test_shares_of_a_gradient_sum_to_one_at_the_scheduled_steps(recorded):
     assert tokens[tokens["step"].isin([1, 2, 4])]["score_norm_local"].notna().all()
     assert tokens.dropna(subset=["heldout_influence"])["step"].unique().tolist() == [2, 4]
     surface = run.probes[run.probes["probe"].isin(["curvature", "perturbation"])]
-    assert sorted(surface["step"].unique()) == [0, 2, 4] and len(surface["probe_set"].unique()) == 2  # both splits
+    # both splits
+    assert sorted(surface["step"].unique()) == [0, 2, 4] and len(surface["probe_set"].unique()) == 2
 
 
 def test_exact_norms_are_those_of_autograd(toy_config):
     """At the first recorded step the policy is the initial one, so that its norms can be computed afresh."""
     config = toy_config(
-        **(RECORD | {"recording__token_gradients_every": 1, "recording__heldout_influence_every": 0, "steps": 1})
+        **(
+            RECORD
+            | {
+                "recording__token_gradients_every": 1,
+                "recording__heldout_influence_every": 0,
+                "steps": 1,
+            }
+        )
     )
     train(config)
     run = sharpscope.load_run(config.run_dir)
@@ -102,17 +117,27 @@ def test_exact_norms_are_those_of_autograd(toy_config):
     exact = run.tokens().dropna(subset=["score_norm"])
     for row in exact.itertuples():
         rollout = run.rollouts[run.rollouts["rollout"] == row.rollout].iloc[0]
-        whole = run.tokens()[run.tokens()["rollout"] == row.rollout].sort_values("position")["token_id"].tolist()
+        whole = (
+            run.tokens()[run.tokens()["rollout"] == row.rollout]
+            .sort_values("position")["token_id"]
+            .tolist()
+        )
         ids = torch.tensor([tokenizer(rollout["prompt"])["input_ids"] + whole[: row.position + 1]])
         logp = torch.log_softmax(model(input_ids=ids).logits[0, -2], dim=-1)[row.token_id]
         grads = torch.autograd.grad(logp, list(model.parameters()))
-        assert row.score_norm == pytest.approx(float(torch.cat([g.flatten() for g in grads]).norm()), rel=1e-3)
+        assert row.score_norm == pytest.approx(
+            float(torch.cat([g.flatten() for g in grads]).norm()), rel=1e-3
+        )
 
 
 def test_at_most_so_many_spikes_are_measured(toy_config, monkeypatch):
     monkeypatch.setattr(observers, "robust_z", lambda recent, value: 99.0)
     monkeypatch.setattr(observers, "MOST_SPIKES", 2)
-    changes = {"recording__token_gradients_every": 0, "recording__heldout_influence_every": 0, "steps": 5}
+    changes = {
+        "recording__token_gradients_every": 0,
+        "recording__heldout_influence_every": 0,
+        "steps": 5,
+    }
     config = toy_config(**(RECORD | changes), recording__group_share=0.25, checkpoint__every=1)
     train(config, StopAfter(2))
     train(config, resume=True)
@@ -125,7 +150,11 @@ def test_at_most_so_many_spikes_are_measured(toy_config, monkeypatch):
 
 
 def test_a_sample_of_the_groups_with_a_gradient_is_measured_with_its_probability(toy_config):
-    changes = {"steps": 1, "rollout__prompts_per_step": 8, "task__factory": "tests.toy_task:half_flat"}
+    changes = {
+        "steps": 1,
+        "rollout__prompts_per_step": 8,
+        "task__factory": "tests.toy_task:half_flat",
+    }
     config = toy_config(**(RECORD | changes), recording__group_share=0.5)
     train(config)
     run = sharpscope.load_run(config.run_dir)
@@ -141,7 +170,9 @@ def test_a_sample_of_the_groups_with_a_gradient_is_measured_with_its_probability
     assert (tokens[still][["attribution", "inclusion_probability"]] == (0, 1)).all(axis=None)
 
 
-@pytest.mark.parametrize(("share", "groups"), [(0.1, 12), (0.25, 12), (0.6, 12), (1.0, 12), (0.6, 8)])
+@pytest.mark.parametrize(
+    ("share", "groups"), [(0.1, 12), (0.25, 12), (0.6, 12), (1.0, 12), (0.6, 8)]
+)
 def test_sums_over_sampled_groups_are_unbiased(share, groups):
     """Divided by the probability, their mean over many draws is the sum over all groups of what is 0 without a gradient.
 
@@ -149,7 +180,8 @@ def test_sums_over_sampled_groups_are_unbiased(share, groups):
     """
     random = torch.Generator().manual_seed(0)
     group = torch.arange(12).repeat_interleave(3)
-    moved = torch.isin(group, torch.tensor([1, 4, 5, 7, 10])) & (torch.arange(36) % 3 != 0)  # in some of their rows
+    # in some of their rows
+    moved = torch.isin(group, torch.tensor([1, 4, 5, 7, 10])) & (torch.arange(36) % 3 != 0)
     values = torch.where(moved, torch.randn(36, generator=random, dtype=torch.float64), 0.0)
     found = []
     for _ in range(3000):
@@ -164,7 +196,9 @@ def test_sums_over_sampled_groups_are_unbiased(share, groups):
 def test_large_steps_are_written_in_part_and_spikes_whole(toy_config, monkeypatch):
     """The rows that are written are those of the whole run; the shares at a spike are all tokens'."""
     record = RECORD | {"recording__heldout_influence_every": 0, "steps": 6}
-    whole = sharpscope.load_run(train(toy_config(name="whole", method="grpo", **record)).run_dir).tokens()
+    whole = sharpscope.load_run(
+        train(toy_config(name="whole", method="grpo", **record)).run_dir
+    ).tokens()
     limit = int(whole.groupby("step").size().min()) // 2
     monkeypatch.setattr(observers, "robust_z", lambda recent, _: 10.0 if len(recent) == 4 else 0.0)
     found = sharpscope.load_run(
@@ -180,7 +214,10 @@ def test_large_steps_are_written_in_part_and_spikes_whole(toy_config, monkeypatc
     assert full["row_probability"].isna().all() and (full["inclusion_probability"] == 1).all()
     assert full["attribution"].sum() == pytest.approx(1, abs=1e-4)
     assert part["score_norm_local"].notna().any()
-    keys, same = ["step", "rollout", "position"], ["token_id", "logp", "entropy", "weight", "loss_coef"]
+    keys, same = (
+        ["step", "rollout", "position"],
+        ["token_id", "logp", "entropy", "weight", "loss_coef"],
+    )
     pd.testing.assert_frame_equal(
         tokens.set_index(keys)[same],
         whole.set_index(keys)[same].loc[pd.MultiIndex.from_frame(tokens[keys])],
@@ -196,7 +233,9 @@ def test_an_interrupted_run_with_probes_goes_on_as_if_it_had_not_been(recorded, 
 
 
 def test_influence_needs_held_out_examples(toy_config):
-    config = toy_config(recording__heldout_influence_every=2, task__factory="tests.toy_task:only_train")
+    config = toy_config(
+        recording__heldout_influence_every=2, task__factory="tests.toy_task:only_train"
+    )
     with pytest.raises(UserError, match="heldout"):
         train(config)
     assert not config.run_dir.exists()
@@ -204,11 +243,19 @@ def test_influence_needs_held_out_examples(toy_config):
 
 def test_entropy_at_fixed_tokens_is_that_of_the_stored_solutions(toy_config):
     """Before training it is the mean of −Σ p ln p over the solutions' tokens, one unpadded solution at a time; one row per interval."""
-    from sharpscope.probes import ProbeSet
+    from sharpscope.surface import ProbeSet
 
-    nothing = {"recording__token_gradients_every": 0, "recording__heldout_influence_every": 0, "probes__every": 0}
+    nothing = {
+        "recording__token_gradients_every": 0,
+        "recording__heldout_influence_every": 0,
+        "probes__every": 0,
+    }
     config = toy_config(
-        **(RECORD | nothing | {"recording__probe_entropy_every": 2, "steps": 3, "rollout__max_new_tokens": 120})
+        **(
+            RECORD
+            | nothing
+            | {"recording__probe_entropy_every": 2, "steps": 3, "rollout__max_new_tokens": 120}
+        )
     )
     train(config)
     run = sharpscope.load_run(config.run_dir)
@@ -216,13 +263,22 @@ def test_entropy_at_fixed_tokens_is_that_of_the_stored_solutions(toy_config):
     assert list(rows["step"]) == [0, 2] and set(rows["quantity"]) == {"entropy"}
     assert spent == pytest.approx(float(rows["seconds"].sum()), abs=1e-3) and spent > 0
     model = AutoModelForCausalLM.from_pretrained(config.policy.model).double()
-    items = [item for item in ProbeSet.load(config.run_dir / "probe_set.parquet").split("train") if item.solution]
+    items = [
+        item
+        for item in ProbeSet.load(config.run_dir / "probe_set.parquet").split("train")
+        if item.solution
+    ]
     entropies = []
     for item in items:
         ids = torch.tensor([list(item.prompt_ids) + list(item.solution)])
-        logits = model(input_ids=ids).logits[0, len(item.prompt_ids) - 1 : -1] / config.rollout.temperature
+        logits = (
+            model(input_ids=ids).logits[0, len(item.prompt_ids) - 1 : -1]
+            / config.rollout.temperature
+        )
         entropies.append(torch.distributions.Categorical(logits=logits).entropy())
-    assert rows["value"].iloc[0] == pytest.approx(float(torch.cat(entropies).mean().detach()), rel=1e-5)
+    assert rows["value"].iloc[0] == pytest.approx(
+        float(torch.cat(entropies).mean().detach()), rel=1e-5
+    )
     assert rows["prompts"].iloc[0] == len(items) and "/train@" in rows["probe_set"].iloc[0]
 
 
@@ -236,33 +292,45 @@ def test_columns_of_a_token_belong_to_the_update_that_first_used_it(toy_config):
     for _, part in tokens.groupby("update"):
         assert part["attribution"].sum() == pytest.approx(1.0, abs=1e-3)
         exact = part.dropna(subset=["score_norm"])
-        certain, drawn = (exact[(exact["draw_probability"] == 1.0) == is_top] for is_top in (True, False))
+        certain, drawn = (
+            exact[(exact["draw_probability"] == 1.0) == is_top] for is_top in (True, False)
+        )
         assert (len(certain), len(drawn)) == (3, 3)
         np.testing.assert_allclose(drawn["draw_probability"], 3 / (len(part) - 3), rtol=1e-6)
-        assert certain["score_norm_local"].min() >= part.drop(certain.index)["score_norm_local"].max()
+        assert (
+            certain["score_norm_local"].min() >= part.drop(certain.index)["score_norm_local"].max()
+        )
 
 
 def test_under_sam_shares_are_those_of_the_gradient_whose_coefficients_are_recorded(toy_config):
     changes = {"recording__token_gradients_every": 1, "steps": 2}
-    sharp = toy_config(name="sharp", **(RECORD | changes), method="grpo-sam", method__sharpness__rho=2.0)
+    sharp = toy_config(
+        name="sharp", **(RECORD | changes), method="grpo-sam", method__sharpness__rho=2.0
+    )
     plain = toy_config(name="plain", **(RECORD | changes))
     train(sharp)
     train(plain)
     tokens, others = (sharpscope.load_run(config.run_dir).tokens() for config in (sharp, plain))
-    np.testing.assert_allclose(tokens.groupby(["step", "update"])["attribution"].sum(), 1.0, atol=1e-3)
+    np.testing.assert_allclose(
+        tokens.groupby(["step", "update"])["attribution"].sum(), 1.0, atol=1e-3
+    )
     first, other = (frame.loc[frame["step"] == 1, "attribution"] for frame in (tokens, others))
     np.testing.assert_allclose(first, other, atol=1e-6)
     # The spike rule compares the norms of these gradients; the steps table has the norm that the optimizer got.
     norms = sharpscope.load_run(plain.run_dir).steps["grad_norm"]
     state = json.loads((checkpoints(sharp.run_dir)[-1] / STATE).read_text())
     assert state["recent_log_grad_norms"][0] == pytest.approx(math.log(norms.iloc[0]), rel=1e-5)
-    assert sharpscope.load_run(sharp.run_dir).steps["grad_norm"].iloc[0] != pytest.approx(norms.iloc[0], rel=0.01)
+    assert sharpscope.load_run(sharp.run_dir).steps["grad_norm"].iloc[0] != pytest.approx(
+        norms.iloc[0], rel=0.01
+    )
 
 
 def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(toy_config, monkeypatch):
     """A fault in local norms and one in Hessian products: events, no such numbers, the others as they were."""
     own = norms.local_squares
-    monkeypatch.setattr(norms, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)])
+    monkeypatch.setattr(
+        norms, "local_squares", lambda use, g: [(name, 0.8 * found) for name, found in own(use, g)]
+    )
 
     def wrong(*args, **rest):
         raise CheckError("products differ", "hessian", 0.5, 0.01)
@@ -277,13 +345,20 @@ def test_a_probe_that_fails_its_check_is_left_out_and_the_run_goes_on(toy_config
     (event,) = events.to_dict("records")
     assert event["message"].startswith("score_norm_local is left out from here on: ")
     assert event["value"] > event["threshold"] > 0
-    assert any("left out: products differ" in text for text in run.events[run.events["rule"] == "probe"]["message"])
+    assert any(
+        "left out: products differ" in text
+        for text in run.events[run.events["rule"] == "probe"]["message"]
+    )
     assert run.probes[run.probes["probe"] == "curvature"]["value"].isna().all()
     tokens = run.tokens()
     assert "score_norm_local" not in tokens or tokens["score_norm_local"].isna().all()
     recorded = tokens[tokens["step"].isin([2, 4])]
     assert recorded["attribution"].notna().any()
-    assert recorded.groupby("step")["score_norm"].count().tolist() == [3, 3]  # random ones: none is known to be large
+    # random ones: none is known to be large
+    assert recorded.groupby("step")["score_norm"].count().tolist() == [
+        3,
+        3,
+    ]
     assert "perturbation" in set(run.probes["probe"])
 
 
@@ -316,7 +391,8 @@ def test_leading_tokens_have_their_local_norms_by_layer(recorded):
     assert set(kept.index) == set(size[size > 0].index)
     for row in kept.to_dict("records"):
         values = json.loads(row["score_norm_by_layer"])
-        assert 0.5 < math.hypot(*values.values()) / row["score_norm_local"] <= 1 + 1e-5  # the last norm is in no layer
+        # the last norm is in no layer
+        assert 0.5 < math.hypot(*values.values()) / row["score_norm_local"] <= 1 + 1e-5
     layers = layer_norms(run)
     for _, update in run.updates.iterrows():
         own = layers[(layers["step"] == update["step"]) & (layers["update"] == update["update"])]
@@ -328,7 +404,9 @@ def test_leading_tokens_have_their_local_norms_by_layer(recorded):
 
 
 def test_a_copy_that_does_not_fit_is_refused_at_the_start(toy_config, monkeypatch):
-    config = toy_config(method="grpo", recording__rotation_every=0, recording__heldout_influence_every=2)
+    config = toy_config(
+        method="grpo", recording__rotation_every=0, recording__heldout_influence_every=2
+    )
     policy = load_policy(config.policy)
     monkeypatch.setattr(observers, "is_sharded", lambda model: True)
     monkeypatch.setattr(memory, "free_memory", lambda device: 10.0)
@@ -346,7 +424,11 @@ def plain_gradient(model, rollouts, rows, counted, advantage, old_logp, referenc
     parameters = list(model.parameters())
     total = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.float64)
     tokens = sum(int(rollouts.lengths[row]) for row in rows)
-    low, high = reference.clip.low, reference.clip.high  # no ratio comes near the bound of a dual clip
+    # no ratio comes near the bound of a dual clip
+    low, high = (
+        reference.clip.low,
+        reference.clip.high,
+    )
     for row in counted:
         length, first = int(rollouts.lengths[row]), int(rollouts.prompt_lengths[row])
         ids = rollouts.input_ids[row][rollouts.attention_mask[row].bool()][None]
@@ -388,14 +470,19 @@ def compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     lengths = np.linalg.norm(a), np.linalg.norm(b)
     if lengths[0] == 0:
         return math.nan, 0.0
-    return math.degrees(math.acos(np.clip(a @ b / (lengths[0] * lengths[1]), -1, 1))), lengths[0] / lengths[1]
+    return math.degrees(math.acos(np.clip(a @ b / (lengths[0] * lengths[1]), -1, 1))), lengths[
+        0
+    ] / lengths[1]
 
 
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("grpo-sg", {}),
-        ("grpo-sg", {"mini_batches": 2, "inner_epochs": 2, "microbatch_tokens": 64, "max_grad_norm": 0.05}),
+        (
+            "grpo-sg",
+            {"mini_batches": 2, "inner_epochs": 2, "microbatch_tokens": 64, "max_grad_norm": 0.05},
+        ),
         ("cov-grpo", {"share_prompt": False, "microbatch_tokens": 64}),
         ("high-entropy", {"inner_epochs": 2}),
         ("dapo", {"mini_batches": 3}),
@@ -404,7 +491,13 @@ def compared(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
         (LOPTI, {"inner_epochs": 2}),
         ("grpo-sam", {}),
     ],
-    ids=lambda value: value if isinstance(value, str) else value.name if isinstance(value, Method) else "-".join(value),
+    ids=lambda value: (
+        value
+        if isinstance(value, str)
+        else value.name
+        if isinstance(value, Method)
+        else "-".join(value)
+    ),
 )
 def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa: F811
     policy, drawn = world
@@ -415,17 +508,28 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
 
     def before(*_):
         rows = rows_of[-1][0].tolist()
-        own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1]  # unclipped
+        # unclipped
+        own = torch.cat([p.grad.flatten() for p in model.parameters()]).numpy() / rows_of[-1][1]
         groups = sorted({int(rollouts.group[row]) for row in rows})
-        inside = [[r for r in rows if int(rollouts.group[r]) in half] for half in (groups[::2], groups[1::2])]
-        halves = [plain_gradient(model, rollouts, rows, half, drawn.advantage, old, plain) for half in inside]
+        inside = [
+            [r for r in rows if int(rollouts.group[r]) in half]
+            for half in (groups[::2], groups[1::2])
+        ]
+        halves = [
+            plain_gradient(model, rollouts, rows, half, drawn.advantage, old, plain)
+            for half in inside
+        ]
         reference = sum(halves)
         share = len(groups[::2]) / len(groups)
         noise = math.nan
         if len(groups) > 1:
-            squared = max(halves[0] @ halves[1], 0.0) / (share * (1 - share) * (reference @ reference))
+            squared = max(halves[0] @ halves[1], 0.0) / (
+                share * (1 - share) * (reference @ reference)
+            )
             noise = math.degrees(math.acos(math.sqrt(min(squared, 1.0))))
-        steps = [plain_step(model, learner.optimizer, g, learner.max_grad_norm) for g in (own, reference)]
+        steps = [
+            plain_step(model, learner.optimizer, g, learner.max_grad_norm) for g in (own, reference)
+        ]
         wanted.append((*compared(own, reference), *compared(*steps), noise))
 
     learner.optimizer.register_step_pre_hook(before)
@@ -433,18 +537,29 @@ def test_rotations_are_those_of_explicit_vectors(world, name, changes):  # noqa:
         learner,
         drawn,
         name,
-        before_step=lambda update: rows_of.append((update.rows, clip_factor(update.grad_norm, learner.max_grad_norm))),
+        before_step=lambda update: rows_of.append(
+            (update.rows, clip_factor(update.grad_norm, learner.max_grad_norm))
+        ),
         rotations=True,
     )
     assert len(learned.updates) == len(wanted) > 0
-    for update, (angle, scale, step_angle, step_scale, noise) in zip(learned.updates, wanted, strict=True):
+    for update, (angle, scale, step_angle, step_scale, noise) in zip(
+        learned.updates, wanted, strict=True
+    ):
         found = update.rotation
         assert found.gradient.angle == pytest.approx(angle, abs=1e-5, nan_ok=True)
         assert found.gradient.scale == pytest.approx(scale, rel=1e-7)
         assert found.update.angle == pytest.approx(step_angle, abs=1e-3)
         assert found.update.scale == pytest.approx(step_scale, rel=1e-5)
         assert found.noise == pytest.approx(noise, abs=1e-4, nan_ok=True)
-    turned = {"dapo": 1.0, "high-entropy": 1.0, "grpo-sam": 1e-3, "grpo-sg": 0.1, "cov-grpo": 0.1, LOPTI: 1.0}
+    turned = {
+        "dapo": 1.0,
+        "high-entropy": 1.0,
+        "grpo-sam": 1e-3,
+        "grpo-sg": 0.1,
+        "cov-grpo": 0.1,
+        LOPTI: 1.0,
+    }
     assert np.nanmax([u.rotation.gradient.angle for u in learned.updates]) >= turned.get(name, 0.0)
     if name == "gspo":  # ratio 1 at the first update
         assert learned.updates[0].rotation.gradient.angle < 1e-4
@@ -460,8 +575,15 @@ def test_measuring_changes_nothing(world, name):  # noqa: F811
     first = flat(policy.model)
     results = []
     for rotations in (False, True):
-        learned = learn(learner_of(policy, inner_epochs=2, microbatch_tokens=64), drawn, name, rotations=rotations)
-        results.append((flat(policy.model), [u.grad_norm for u in learned.updates], learned.tokens.loss_coef))
+        learned = learn(
+            learner_of(policy, inner_epochs=2, microbatch_tokens=64),
+            drawn,
+            name,
+            rotations=rotations,
+        )
+        results.append(
+            (flat(policy.model), [u.grad_norm for u in learned.updates], learned.tokens.loss_coef)
+        )
         assert all((u.rotation is not None) is rotations for u in learned.updates)
         torch.nn.utils.vector_to_parameters(torch.from_numpy(first), policy.model.parameters())
     assert np.array_equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
@@ -473,9 +595,14 @@ def test_a_reward_that_is_not_finite_leaves_its_group_out_of_the_reference(world
     drawn.rollouts.reward[1] = math.nan
     drawn.advantage[:] = 0.0
     fine = drawn.rollouts.group != drawn.rollouts.group[1]
-    given = (drawn.rollouts.reward[fine].double(), drawn.rollouts.group[fine], drawn.rollouts.completion_mask[fine])
+    given = (
+        drawn.rollouts.reward[fine].double(),
+        drawn.rollouts.group[fine],
+        drawn.rollouts.completion_mask[fine],
+    )
     drawn.advantage[fine] = estimate_advantages(GroupAdvantage(), *given)
-    learned = learn(learner_of(policy), drawn, "gspo", rotations=True)  # its reference has advantages of its own
+    # its reference has advantages of its own
+    learned = learn(learner_of(policy), drawn, "gspo", rotations=True)
     assert learned.updates[0].rotation.gradient.angle < 1e-3
 
 
@@ -492,11 +619,21 @@ def test_a_run_records_rotations_on_schedule(toy_config):
     train(config)
     run = sharpscope.load_run(config.run_dir)
     steps = run.steps.set_index("step")
-    for name in ("gradient_rotation", "gradient_scale", "update_rotation", "update_scale", "noise_rotation"):
+    for name in (
+        "gradient_rotation",
+        "gradient_scale",
+        "update_rotation",
+        "update_scale",
+        "noise_rotation",
+    ):
         assert steps.index[steps[name].notna()].tolist() == [1, 2, 4]
-    assert (steps["gradient_rotation"].dropna() > 0.1).all() and steps["gradient_scale"].dropna().between(1, 1.4).all()
+    assert (steps["gradient_rotation"].dropna() > 0.1).all() and steps[
+        "gradient_scale"
+    ].dropna().between(1, 1.4).all()
     assert steps["weight_mean_gradient"].notna().all()
     measured = run.updates.dropna(subset="gradient_rotation")
-    assert measured[["step", "update"]].to_numpy().tolist() == [[s, u] for s in (1, 2, 4) for u in (0, 1)]
+    assert measured[["step", "update"]].to_numpy().tolist() == [
+        [s, u] for s in (1, 2, 4) for u in (0, 1)
+    ]
     means = measured.groupby("step")[["gradient_rotation", "update_scale"]].mean()
     np.testing.assert_allclose(means, steps.loc[[1, 2, 4], means.columns], rtol=1e-12)

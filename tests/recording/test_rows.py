@@ -33,7 +33,10 @@ def tokens_of(coef, weight, advantage=1.0, ratio=1.0) -> StepTokens:
     norms = torch.arange(1.0, coef.numel() + 1, dtype=torch.float64).view(shape)
     tokens = StepTokens.unused(TokenStats(**dict.fromkeys(STAT_NAMES, norms)))
     tokens.loss_coef, tokens.weight = coef, weight
-    tokens.advantage, tokens.ratio = torch.full(shape, advantage).double(), torch.full(shape, ratio).double()
+    tokens.advantage, tokens.ratio = (
+        torch.full(shape, advantage).double(),
+        torch.full(shape, ratio).double(),
+    )
     return tokens
 
 
@@ -41,10 +44,12 @@ def test_the_gradient_carried_is_the_coefficient_without_the_weight():
     """c = −w·A·r/n with completions of 3 and 2 tokens, of which the second of each has weight 0."""
     weight = torch.tensor([[1.0, 0.0, 1.4], [0.5, 0.0, 9.0]], dtype=torch.float64)
     used = torch.tensor([[True, True, True], [True, True, False]])
-    plain = torch.tensor([[2 / 3] * 3, [1.0] * 3], dtype=torch.float64)  # |A|·r/n with A = −2, r = 1
+    # |A|·r/n with A = −2, r = 1
+    plain = torch.tensor([[2 / 3] * 3, [1.0] * 3], dtype=torch.float64)
     tokens = tokens_of(plain * weight, weight, advantage=-2.0)
     torch.testing.assert_close(unweighted_gradient(tokens, used), torch.where(used, plain, 0.0))
-    tokens.clipped = torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.int8)  # without a gradient at any weight
+    # without a gradient at any weight
+    tokens.clipped = torch.tensor([[0, 1, 0], [0, 0, 0]], dtype=torch.int8)
     plain[0, 1] = 0.0
     torch.testing.assert_close(unweighted_gradient(tokens, used), torch.where(used, plain, 0.0))
     nothing = tokens_of(torch.zeros(1, 2).double(), torch.ones(1, 2).double(), advantage=0.0)
@@ -57,9 +62,16 @@ def test_weight_statistics_count_tokens_by_the_gradient_they_carry(world):  # no
     learned = learn(learner_of(policy, mini_batches=2), drawn, "grpo-sg")
     tokens, mask = learned.tokens, drawn.rollouts.completion_mask.bool()
     row = steps_row(1, drawn, learned, method, 0.0, 1e-3)
-    w, coef, norm = (x[mask].double().numpy() for x in (tokens.weight, tokens.loss_coef, tokens.stats.logit_grad_norm))
+    w, coef, norm = (
+        x[mask].double().numpy()
+        for x in (tokens.weight, tokens.loss_coef, tokens.stats.logit_grad_norm)
+    )
     mass = np.abs(coef) / w * norm
-    for name, part in {"mean": w, "saturation_low": w <= 0.1 + 1e-6, "saturation_high": w >= 1.4 - 1e-6}.items():
+    for name, part in {
+        "mean": w,
+        "saturation_low": w <= 0.1 + 1e-6,
+        "saturation_high": w >= 1.4 - 1e-6,
+    }.items():
         expected = (mass * part).sum() / mass.sum()
         assert row[f"weight_{name}_gradient"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
     assert abs(row["weight_mean_gradient"] - row["weight_mean"]) > 1e-3
@@ -75,13 +87,19 @@ def drawn(config):
 
 
 def same(one, other) -> bool:
-    return torch.equal(one.input_ids, other.input_ids) and torch.equal(one.behavior_logp, other.behavior_logp)
+    return torch.equal(one.input_ids, other.input_ids) and torch.equal(
+        one.behavior_logp, other.behavior_logp
+    )
 
 
 def test_probes_draw_from_the_whole_distribution_of_the_policy_itself(toy_config):
-    plain, found = drawn(toy_config(rollout__temperature=1.0)), drawn(toy_config(rollout__top_p=1e-6))
+    plain, found = (
+        drawn(toy_config(rollout__temperature=1.0)),
+        drawn(toy_config(rollout__top_p=1e-6)),
+    )
     assert same(found, plain) and found.sampler_logp is None
-    assert len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1  # top_p = 1e-6 would draw one text
+    # top_p = 1e-6 would draw one text
+    assert len({tuple(row) for row in plain.completion_ids[:5].tolist()}) > 1
     assert not same(drawn(toy_config(rollout__temperature=0.7)), plain)
 
 
@@ -104,12 +122,16 @@ def probes_of(config):
     task, policy = make_task(config.task), load_policy(config.policy)
     optimizer = torch.optim.AdamW(policy.model.parameters())
     view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
-    probes = SurfaceProbes(config, lambda: view, Drawer(config, policy, task), MeasurementSchedule(config))
+    probes = SurfaceProbes(
+        config, lambda: view, Drawer(config, policy, task), MeasurementSchedule(config)
+    )
     return probes, run_probe_set(config, task), policy.model
 
 
 def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
-    config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__kinds=["sam"], probes__samples=4)
+    config = toy_config(
+        **SMALL, probes__functionals=["expected_failure"], probes__kinds=["sam"], probes__samples=4
+    )
     config.run_dir.mkdir(parents=True)
     (config.run_dir / "run.json").write_text('{"status": "running"}')
     probes, probe_set, _ = probes_of(config)
@@ -131,7 +153,7 @@ def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, broken, monkeypatch):
-    monkeypatch.setattr("sharpscope.probes.runner.MAX_PRODUCTS", 4)
+    monkeypatch.setattr("sharpscope.surface.runner.MAX_PRODUCTS", 4)
     config = toy_config(**SMALL, probes__functionals=["expected_failure"], probes__rho=1e-4)
     probes, probes.probe_set, model = probes_of(config)
     if broken:
@@ -142,17 +164,24 @@ def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, bro
     named = zip(rows["quantity"], rows["value"], rows["converged"], strict=True)
     bad = [quantity for quantity, value, converged in named if converged is False or value is None]
     assert "largest" in bad and (not broken or {"gradient_norm", "sam"} <= set(bad))
-    assert len(events) == len(bad) and all(event.rule == "probe" and event.step == 2 for event in events)
+    assert len(events) == len(bad) and all(
+        event.rule == "probe" and event.step == 2 for event in events
+    )
     for quantity, event in zip(bad, events, strict=True):
         assert f" {quantity}" in event.message and event.message.split(": ", 1)[1]
 
 
 def test_without_solutions_the_expected_failure_is_probed(toy_config):
     """No completion of the policy ends by itself within four tokens, so none is a solution."""
-    config = toy_config(**SMALL, probes__rho=0.05, rollout__max_new_tokens=4, probes__critical_sharpness=False)
+    config = toy_config(
+        **SMALL, probes__rho=0.05, rollout__max_new_tokens=4, probes__critical_sharpness=False
+    )
     train(config)
     run = sharpscope.load_run(config.run_dir)
-    assert set(run.probes["functional"]) == {"expected_failure"} and set(run.probes["step"]) == {0, 2}
+    assert set(run.probes["functional"]) == {"expected_failure"} and set(run.probes["step"]) == {
+        0,
+        2,
+    }
     assert "info" in set(run.events.loc[run.events["step"] == 0, "severity"])
 
 
@@ -166,11 +195,16 @@ KINDS = {"norm": "norm", "attn": "attention", "mlp": "mlp", "embed": "embedding"
 def test_norms_by_layer_are_those_of_the_parameters_of_each_name(tie, decay):
     """Against a loop over names, in three steps; the squares sum to the total. A shared embedding counts once."""
     model = tiny_model("qwen2", tie=tie)
-    optimizer, groups = build_optimizer(model, OptimizerSpec(lr=0.01, weight_decay=decay)), layer_groups(model)
+    optimizer, groups = (
+        build_optimizer(model, OptimizerSpec(lr=0.01, weight_decay=decay)),
+        layer_groups(model),
+    )
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         for parameter in model.parameters():
-            parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.grad = torch.randn(
+                parameter.shape, generator=generator, dtype=parameter.dtype
+            )
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         gradient = gradient_norms(model.parameters(), groups)
         optimizer.step()
@@ -183,8 +217,12 @@ def test_norms_by_layer_are_those_of_the_parameters_of_each_name(tie, decay):
             assert p.grad is not None
             squares[0] += float(p.grad.square().sum())
             squares[1] += float((p.detach() - before[name]).square().sum())
-        assert gradient.layers == pytest.approx({group: math.sqrt(s) for group, (s, _) in expected.items()}, rel=1e-9)
-        assert moved.layers == pytest.approx({group: math.sqrt(s) for group, (_, s) in expected.items()}, rel=1e-6)
+        assert gradient.layers == pytest.approx(
+            {group: math.sqrt(s) for group, (s, _) in expected.items()}, rel=1e-9
+        )
+        assert moved.layers == pytest.approx(
+            {group: math.sqrt(s) for group, (_, s) in expected.items()}, rel=1e-6
+        )
         assert gradient.total == pytest.approx(math.hypot(*gradient.layers.values()), rel=1e-12)
         assert (
             update_norms(optimizer, {}).total

@@ -105,7 +105,11 @@ NUMERIC = [
 @pytest.mark.parametrize(("truth", "text", "right"), NUMERIC, ids=lambda value: repr(value)[:30])
 def test_numeric(truth, text, right):
     reward = score_numeric(text, [truth])
-    assert (reward.total, reward.correct, dict(reward.parts)) == (float(right), right, {"answer": float(right)})
+    assert (reward.total, reward.correct, dict(reward.parts)) == (
+        float(right),
+        right,
+        {"answer": float(right)},
+    )
 
 
 # Of the question 3 * 4 = ?, whose answer cannot be had by copying.
@@ -120,7 +124,9 @@ def test_a_value_is_a_number_and_no_expression(answers, right):
             assert score_value(text, ["11", "12"] if right else ["12"]).correct is right, text
 
 
-@pytest.mark.parametrize("text", ["<think>3 + 9 = 12", "3 + 4 = 7; 7 + 5 = 12", "3 * 4 = 12\nx = 12"])
+@pytest.mark.parametrize(
+    "text", ["<think>3 + 9 = 12", "3 + 4 = 7; 7 + 5 = 12", "3 * 4 = 12\nx = 12"]
+)
 def test_the_last_step_of_reasoning_that_was_cut_is_no_answer(text):
     assert not score_value(text, ["12"]).correct
 
@@ -184,7 +190,9 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("score", [score_exact, score_exact_match, score_numeric, score_value])
-def test_a_hundred_kilobytes_are_scored_in_linear_time_and_not_run(score, text, tmp_path, monkeypatch):
+def test_a_hundred_kilobytes_are_scored_in_linear_time_and_not_run(
+    score, text, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     started = time.perf_counter()
     assert not score(text, ["42"]).correct
@@ -198,7 +206,12 @@ def test_a_hundred_kilobytes_are_scored_in_linear_time_and_not_run(score, text, 
 def value(text: str, x: Fraction = Fraction(0)) -> Fraction:
     """Value of a generated expression, by Python's own grammar; `3x` and `4(` are products, ^ is a power."""
     text = re.sub(r"(\d)\s*([x(])", r"\1*\2", text.replace("^", "**"))
-    operations = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Pow: operator.pow}
+    operations = {
+        ast.Add: operator.add,
+        ast.Sub: operator.sub,
+        ast.Mult: operator.mul,
+        ast.Pow: operator.pow,
+    }
 
     def walk(node):
         if isinstance(node, ast.BinOp):
@@ -221,7 +234,8 @@ def test_answers_solve_their_questions(level):
         question, answer = FAMILIES["linear"](level, rng)
         left, right = question.removeprefix("Solve for x: ").split(" = ")
         assert value(left, Fraction(answer)) == value(right, Fraction(answer))
-        assert value(left, Fraction(answer) + 1) != value(right, Fraction(answer) + 1)  # the only solution
+        # the only solution
+        assert value(left, Fraction(answer) + 1) != value(right, Fraction(answer) + 1)
         assert question.count("x") == (2 if level < 3 else 3)
         question, answer = FAMILIES["modular"](level, rng)
         expression, modulus = re.fullmatch(r"(.+) mod (\d+) = \?", question).groups()
@@ -232,20 +246,37 @@ SMALL = {"train_size": 30, "heldout_size": 10, "unseen_size": 10}
 
 
 def test_splits_are_finite_and_repeatable():
-    fields = SMALL | {"families": ["arithmetic", "linear", "modular"], "levels": [1, 3], "unseen_levels": [4]}
+    fields = SMALL | {
+        "families": ["arithmetic", "linear", "modular"],
+        "levels": [1, 3],
+        "unseen_levels": [4],
+    }
     splits = make_task(MathSpec(**fields)).splits()
-    assert {name: len(examples) for name, examples in splits.items()} == {"train": 180, "heldout": 60, "unseen": 30}
+    assert {name: len(examples) for name, examples in splits.items()} == {
+        "train": 180,
+        "heldout": 60,
+        "unseen": 30,
+    }
     assert splits == make_task(MathSpec(**fields)).splits()
-    alone = make_task(MathSpec(**SMALL | {"families": ["linear"], "levels": [3], "heldout_size": 0})).splits()
-    assert alone == {"train": [e for e in splits["train"] if (e.meta["family"], e.meta["level"]) == ("linear", 3)]}
+    alone = make_task(
+        MathSpec(**SMALL | {"families": ["linear"], "levels": [3], "heldout_size": 0})
+    ).splits()
+    assert alone == {
+        "train": [
+            e for e in splits["train"] if (e.meta["family"], e.meta["level"]) == ("linear", 3)
+        ]
+    }
 
 
 def test_no_order_of_a_held_out_question_is_trained_on():
     splits = make_task(MathSpec(families=["arithmetic", "modular"], heldout_size=100)).splits()
     forms = {split: {e.meta["form"] for e in examples} for split, examples in splits.items()}
     assert not forms["train"] & forms["heldout"]
-    alone = make_task(MathSpec(families=["arithmetic", "modular"], heldout_size=0)).splits()["train"]
-    assert {e.meta["form"] for e in alone} & forms["heldout"]  # they would have been, and that set is what it was
+    alone = make_task(MathSpec(families=["arithmetic", "modular"], heldout_size=0)).splits()[
+        "train"
+    ]
+    # they would have been, and that set is what it was
+    assert {e.meta["form"] for e in alone} & forms["heldout"]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +377,9 @@ def _in_child(answer: str) -> bool:
 
 
 @needs_math_verify
-@pytest.mark.skipif("fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork")
+@pytest.mark.skipif(
+    "fork" not in multiprocessing.get_all_start_methods(), reason="this system cannot fork"
+)
 def test_a_forked_process_has_a_helper_of_its_own():
     assert score_math("5/10", ["1/2"]).correct
     with multiprocessing.get_context("fork").Pool(1) as pool:

@@ -12,7 +12,13 @@ from sharpscope.errors import UserError
 from sharpscope.tasks import KnightsKnavesSpec, make_task
 from sharpscope.tasks import knights_knaves as room
 from sharpscope.tasks.base import Example, content_id
-from sharpscope.tasks.knights_knaves import content_key, sample_puzzle, score_logic_rl, solve, word_puzzle
+from sharpscope.tasks.knights_knaves import (
+    content_key,
+    sample_puzzle,
+    score_logic_rl,
+    solve,
+    word_puzzle,
+)
 from sharpscope.traces import load_run
 from tests.conftest import pair
 from tests.oracles import puzzles as oracle
@@ -56,7 +62,13 @@ def test_content_key_is_equal_exactly_for_puzzles_that_are_the_same_up_to_people
 
 TRUTH = {"Zoey": "knight", "Liam": "knave", "Ella": "knave"}
 GOOD = "(1) Zoey is a knight\n(2) Liam is a knave\n(3) Ella is a knave"
-PARTS = {3.0: (1.0, 2.0), -0.5: (1.0, -1.5), -1.0: (1.0, -2.0), -3.0: (-1.0, -2.0)}  # format, answer
+# format, answer
+PARTS = {
+    3.0: (1.0, 2.0),
+    -0.5: (1.0, -1.5),
+    -1.0: (1.0, -2.0),
+    -3.0: (-1.0, -2.0),
+}
 
 
 def answered(answer: str, thought: str = "Suppose Zoey lies.") -> str:
@@ -95,7 +107,9 @@ def test_generated_answers_agree_with_the_plain_version():
             text = "".join(rng.choices(pieces, k=rng.randint(0, 9)))
         else:
             said = "\n".join(
-                rng.choices(pieces[4:], k=rng.randint(1, 4)) if rng.random() < 0.5 else rng.sample(pieces[4:8], 3)
+                rng.choices(pieces[4:], k=rng.randint(1, 4))
+                if rng.random() < 0.5
+                else rng.sample(pieces[4:8], 3)
             )
             text = answered(said, thought="".join(rng.choices(pieces[4:], k=3)))
         total = score_logic_rl(text, TRUTH).total
@@ -137,7 +151,9 @@ def test_every_puzzle_has_exactly_the_solution_it_claims(made):
         meta = example.meta
         assert oracle.solutions(meta["statements"]) == {meta["solution"]}
         answer = []
-        for number, (name, knight) in enumerate(zip(meta["names"], meta["solution"], strict=True), 1):
+        for number, (name, knight) in enumerate(
+            zip(meta["names"], meta["solution"], strict=True), 1
+        ):
             answer.append(f"({number}) {name} is a {'knight' if knight else 'knave'}")
         assert example.answer == "\n".join(answer)
 
@@ -170,24 +186,34 @@ def test_two_people_say_few_things_so_contents_return_under_other_names(monkeypa
 def test_logic_rl_style_opens_the_thought_in_the_prompt(made):
     task = make_task(KnightsKnavesSpec(**SMALL | {"people": 3, "style": "logic_rl"}))
     example = task.splits()["train"][0]
-    assert example.prompt.startswith("<|im_start|>system\nYou are a helpful assistant. The assistant first thinks")
+    assert example.prompt.startswith(
+        "<|im_start|>system\nYou are a helpful assistant. The assistant first thinks"
+    )
     assert example.prompt.endswith("who is a knave?\n<|im_end|>\n<|im_start|>assistant\n<think>")
     assert (example.prefill, example.templated) == ("<think>", True)
     compact = next(e for e in made["train"] if e.meta["level"] == 3)
     assert compact.meta["statements"] == example.meta["statements"]
     completion = f"hm</think><answer>{example.answer}</answer>"
-    totals = [task.score(e, text).total for e in (example, compact) for text in (completion, "<think>" + completion)]
+    totals = [
+        task.score(e, text).total
+        for e in (example, compact)
+        for text in (completion, "<think>" + completion)
+    ]
     assert totals == [3.0, -3.0, -3.0, 3.0]  # opened once, twice, never, once
 
 
 @pytest.mark.parametrize(("people", "depth"), [(2, 2), (3, 3), (7, 2), (5, 4)])
 def test_puzzles_and_wording_are_those_of_reasoning_gym(people, depth):
-    theirs = pytest.importorskip("reasoning_gym.logic.knights_knaves", reason="needs the library reasoning-gym")
+    theirs = pytest.importorskip(
+        "reasoning_gym.logic.knights_knaves", reason="needs the library reasoning-gym"
+    )
     rng, sampler = default_rng(people), theirs.KKProblemSampler(people, people, depth, 2)
     for number in range(60):
         puzzle = sample_puzzle(rng, people, depth)
         assert puzzle == sampler.sample()
-        formatter = theirs.KKProblemFormatter(number, {"statements": puzzle, "solution": (True,) * people})
+        formatter = theirs.KKProblemFormatter(
+            number, {"statements": puzzle, "solution": (True,) * people}
+        )
         made = formatter.format_problem()
         expected = made["quiz"].partition(" (Format your answer like")[0]
         for key in ("a_knight", "a_knave", "knight", "knave", "Knight", "Knave"):
@@ -198,8 +224,14 @@ def test_puzzles_and_wording_are_those_of_reasoning_gym(people, depth):
 def test_every_prompt_of_a_kept_run_is_in_the_studys_set():
     """The puzzles of the published runs: their hash, and the prompts that the runs kept."""
     spec = KnightsKnavesSpec(unseen_people=(2, 4))
-    identities = [example.meta["id"] for split in make_task(spec).splits().values() for example in split]
+    identities = [
+        example.meta["id"] for split in make_task(spec).splits().values() for example in split
+    ]
     assert content_id(*identities) == "4fe5fae273d39abf"
-    prompts = {prompt for name in ("grpo-s0", "grpo-sg-s0") for prompt in load_run(pair() / name).rollouts["prompt"]}
+    prompts = {
+        prompt
+        for name in ("grpo-s0", "grpo-sg-s0")
+        for prompt in load_run(pair() / name).rollouts["prompt"]
+    }
     assert len(prompts) > 50
     assert {content_id(prompt) for prompt in prompts} <= set(identities)

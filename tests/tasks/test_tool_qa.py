@@ -40,7 +40,9 @@ CORPUS = [
 def test_bm25_finds_the_passages_that_share_words():
     pytest.importorskip("bm25s", reason="needs the optional library bm25s")
     retriever = Bm25Retriever(CORPUS, top=3)
-    by_word, none, lower, empty = retriever.search(["Torvi", "unheard of", "LENA's birthplace?", ""])
+    by_word, none, lower, empty = retriever.search(
+        ["Torvi", "unheard of", "LENA's birthplace?", ""]
+    )
     assert by_word == [CORPUS[0]]
     assert none == empty == []
     assert lower[0] == CORPUS[1]
@@ -66,7 +68,10 @@ class Server:
         forms = {"contents": '"{0}"\nabout {0}'}, {"title": "{0}", "text": "about {0}"}
         result = [
             [
-                {"document": {name: text.format(query) for name, text in form.items()}, "score": 1.0}
+                {
+                    "document": {name: text.format(query) for name, text in form.items()},
+                    "score": 1.0,
+                }
                 for form in forms * 4
             ]
             for query in body["queries"]
@@ -76,7 +81,9 @@ class Server:
             "odd": {"results": []},
             "strange": {"result": [[{"document": 3}]] * 2},
         }
-        return BytesIO(b"{" if act == "garbage" else json.dumps(answers.get(act, {"result": result})).encode())
+        return BytesIO(
+            b"{" if act == "garbage" else json.dumps(answers.get(act, {"result": result})).encode()
+        )
 
 
 @pytest.fixture
@@ -89,7 +96,10 @@ def client(monkeypatch) -> HttpRetriever:
 @pytest.mark.parametrize("act", ["503", "garbage", "short", "odd", "strange", "cut"])
 def test_a_passing_failure_is_retried(client, act):
     client._opener = server = Server(act, act)
-    assert client.search(["a b", "c"]) == [[Passage("a b", "about a b")] * 2, [Passage("c", "about c")] * 2]
+    assert client.search(["a b", "c"]) == [
+        [Passage("a b", "about a b")] * 2,
+        [Passage("c", "about c")] * 2,
+    ]
     assert server.seen == [{"queries": ["a b", "c"], "topk": 2, "return_scores": True}] * 3
 
 
@@ -121,7 +131,10 @@ def test_the_world_is_consistent_and_questions_follow_its_facts(task):
     for name, facts in world.facts.items():
         assert {r: world.kinds[value] for r, value in facts.items()} == RELATIONS[world.kinds[name]]
         assert name not in facts.values()
-    assert {name: len(examples) for name, examples in splits.items()} == {"train": 120, "heldout": 30}
+    assert {name: len(examples) for name, examples in splits.items()} == {
+        "train": 120,
+        "heldout": 30,
+    }
     for example in (example for examples in splits.values() for example in examples):
         chain = example.meta["chain"]
         assert example.meta["level"] == len(chain)
@@ -151,7 +164,11 @@ def test_a_perfect_player_answers_every_question(task):
         assert task.respond(example, text) is None
         reward = task.score(example, text)
         assert (reward.total, reward.correct) == (1.0, True)
-        assert reward.parts == {"answer": 1.0, "format": 1.0, "searches": float(len(example.meta["chain"]))}
+        assert reward.parts == {
+            "answer": 1.0,
+            "format": 1.0,
+            "searches": float(len(example.meta["chain"])),
+        }
 
 
 EXAMPLE = Example("Where?", "The Hague", {"truths": ("The Hague", "Den Haag")})
@@ -176,11 +193,19 @@ def test_turns_end(task):
 
 CONVERSATIONS = [
     ("<think>a</think><answer>the hague.</answer>", True, True),
-    (f"<think>a</think><search>b</search>{FOUND}<think>c</think><answer>Den Haag</answer>\n", True, True),
+    (
+        f"<think>a</think><search>b</search>{FOUND}<think>c</think><answer>Den Haag</answer>\n",
+        True,
+        True,
+    ),
     (f"<search>b</search>{FOUND}<answer>The Hague</answer>", True, False),
     ("hm" + FEEDBACK + "<think>a</think><answer>The Hague</answer>", True, False),
     ("<think>The Hague</think><answer>The Hague or Delft</answer>", False, True),
-    (f"<think>a</think><search><answer>The Hague</answer></search>{FOUND}<think>hm</think>", False, False),
+    (
+        f"<think>a</think><search><answer>The Hague</answer></search>{FOUND}<think>hm</think>",
+        False,
+        False,
+    ),
     ("The Hague", False, False),
 ]
 
@@ -210,7 +235,8 @@ def test_the_protocol_is_judged_as_the_slow_version_does():
 
 
 @pytest.mark.parametrize(
-    "text", ["<answer>" * 12_500, "<search>" * 12_500, "</search>" * 11_000, "<" * 100_000, FEEDBACK * 400]
+    "text",
+    ["<answer>" * 12_500, "<search>" * 12_500, "</search>" * 11_000, "<" * 100_000, FEEDBACK * 400],
 )
 def test_a_hundred_kilobytes_break_nothing(task, text):
     assert task.score(EXAMPLE, text).total == 0.0
@@ -232,15 +258,27 @@ def test_a_hundred_kilobytes_break_nothing(task, text):
 def test_questions_of_a_file_have_their_own_template_and_scorer(
     tmp_path, style, template, prompt, scorer, answer, right
 ):
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "How many?"}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "How many?"},
+    ]
     row = {"prompt": messages, "reward_model": {"ground_truth": {"target": [42]}}}
     (tmp_path / "q.jsonl").write_text(json.dumps(row))
-    data = {"path": str(tmp_path / "q.jsonl"), "heldout_fraction": 0, "template": template, "scorer": scorer}
+    data = {
+        "path": str(tmp_path / "q.jsonl"),
+        "heldout_fraction": 0,
+        "template": template,
+        "scorer": scorer,
+    }
     task = make_task(ToolQaSpec(questions=data, retriever_url="http://127.0.0.1:9/x", style=style))
     (example,) = task.splits()["train"]
     assert (example.prompt, bool(example.messages)) == (prompt, style == "compact")
     reward = task.score(example, f"<think>a</think><answer>{answer}</answer>")
-    assert (reward.total, reward.correct, reward.parts["answer"]) == (float(right), right, float(right))
+    assert (reward.total, reward.correct, reward.parts["answer"]) == (
+        float(right),
+        right,
+        float(right),
+    )
     assert task.score(example, "42").total == 0.0  # an answer has its tags, whatever compares it
 
 
@@ -248,11 +286,16 @@ def test_a_level_that_is_given_twice_counts_once():
     sizes = {"train_size": 3, "heldout_size": 2}
     for once, twice in (
         (ToolQaSpec(**sizes), ToolQaSpec(hops=(1, 1), **sizes)),
-        (MathSpec(levels=(1,), **sizes), MathSpec(levels=(1, 1), families=("arithmetic", "arithmetic"), **sizes)),
+        (
+            MathSpec(levels=(1,), **sizes),
+            MathSpec(levels=(1, 1), families=("arithmetic", "arithmetic"), **sizes),
+        ),
     ):
         assert make_task(once).splits() == make_task(twice).splits()
 
 
 def test_questions_need_passages():
-    with pytest.raises(ValidationError, match="questions: needs passages to search; set retriever_url"):
+    with pytest.raises(
+        ValidationError, match="questions: needs passages to search; set retriever_url"
+    ):
         ToolQaSpec(questions={"path": "q.jsonl"})

@@ -15,12 +15,24 @@ import pyarrow.parquet as pq
 
 from sharpscope.traces import TABLES, TraceWriter, create_run_dir, create_run_info, update_run_info
 
-SIGMOID = {"kind": "sigmoid", "preset": "calibrated", "input": "logit", "alpha": 2.0, "tau": 3.0, "mu": 0.25}
+SIGMOID = {
+    "kind": "sigmoid",
+    "preset": "calibrated",
+    "input": "logit",
+    "alpha": 2.0,
+    "tau": 3.0,
+    "mu": 0.25,
+}
 SIGMOID |= {"L": 1.0, "U": 1.4, "u0": 2.0}
 RHOS = (0.01, 0.05, 0.2)
 
 
-INFO: dict[str, Any] = {"method": "grpo", "task": "knights_knaves", "seed": 0, "config": {"seed": 0, "steps": 3}}
+INFO: dict[str, Any] = {
+    "method": "grpo",
+    "task": "knights_knaves",
+    "seed": 0,
+    "config": {"seed": 0, "steps": 3},
+}
 
 
 def new_run(path, **info):
@@ -65,7 +77,9 @@ def two_parts(path):
 def damage_part(part: Path, column: str, group: int = -1) -> None:
     """Flip one bit in the last page of a column of a row group, so that only readers of that column notice."""
     metadata = pq.read_metadata(part)
-    place = metadata.row_group(group % metadata.num_row_groups).column(metadata.schema.names.index(column))
+    place = metadata.row_group(group % metadata.num_row_groups).column(
+        metadata.schema.names.index(column)
+    )
     start = place.dictionary_page_offset if place.has_dictionary_page else place.data_page_offset
     content = bytearray(part.read_bytes())
     content[start + place.total_compressed_size - 1] ^= 1
@@ -81,7 +95,8 @@ class Effects:
 
     accuracy_gain: float = 0.2  # reached slowly over training, on the training prompts
     sharpness: float = 20.0  # largest eigenvalue at the end of training (10 at the start)
-    low_probability_harm: float = 0.0  # influence of tokens ~ -harm * (1 - pi), plus noise of size 1
+    # influence of tokens ~ -harm * (1 - pi), plus noise of size 1
+    low_probability_harm: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +126,9 @@ class World:
 
     def accuracy(self, step: int) -> float:
         share = 1 - np.exp(-3 * step / max(self.shape.steps, 1))
-        return float(np.clip(0.25 + (self.effects.accuracy_gain + self.seed_gain) * share, 0.01, 0.99))
+        return float(
+            np.clip(0.25 + (self.effects.accuracy_gain + self.seed_gain) * share, 0.01, 0.99)
+        )
 
 
 def write_run(
@@ -131,8 +148,17 @@ def write_run(
     weight = SIGMOID if "sg" in method else {"kind": "uniform"}
     folder = create_run_dir(path)
     task = "knights_knaves"
-    whole = {"seed": seed, "steps": shape.steps, "task": {"kind": task}, "policy": {"model": "embedded:knights_knaves"}}
-    whole |= {"method": {"name": method, "weight": weight}, "optimizer": {"lr": 1e-4}, "rollout": {"temperature": 1.0}}
+    whole = {
+        "seed": seed,
+        "steps": shape.steps,
+        "task": {"kind": task},
+        "policy": {"model": "embedded:knights_knaves"},
+    }
+    whole |= {
+        "method": {"name": method, "weight": weight},
+        "optimizer": {"lr": 1e-4},
+        "rollout": {"temperature": 1.0},
+    }
     info = {"method": method, "task": task, "seed": seed, "config": whole, "calibration": weight}
     info |= {"versions": {"sharpscope": "0.1.0"}, "commit": None, "device": "cpu", "threads": 1}
     create_run_info(folder, info | {"parameters": 1000, "vocabulary": shape.vocabulary})
@@ -146,17 +172,33 @@ def write_run(
                 _evaluate(writer, world, step)
             if probes and step % shape.probe_every == 0:
                 _probe(writer, world, step)
-        event = {"step": shape.steps, "rule": "weight_saturation", "severity": "warning", "value": 0.97}
-        writer.append("events", event | {"threshold": 0.95, "action": "warn", "message": "weights sit on one bound"})
+        event = {
+            "step": shape.steps,
+            "rule": "weight_saturation",
+            "severity": "warning",
+            "value": 0.97,
+        }
+        writer.append(
+            "events",
+            event | {"threshold": 0.95, "action": "warn", "message": "weights sit on one bound"},
+        )
     update_run_info(folder, status="finished", steps_done=shape.steps)
     return folder
 
 
-def write_study(root: str | Path, methods: dict[str, Effects], seeds: int = 3, **options: Any) -> Path:
+def write_study(
+    root: str | Path, methods: dict[str, Effects], seeds: int = 3, **options: Any
+) -> Path:
     """runs/<method>-s<seed> for every method and seed."""
     for method, effects in methods.items():
         for seed in range(seeds):
-            write_run(Path(root) / f"{method}-s{seed}", method=method, seed=seed, effects=effects, **options)
+            write_run(
+                Path(root) / f"{method}-s{seed}",
+                method=method,
+                seed=seed,
+                effects=effects,
+                **options,
+            )
     return Path(root)
 
 
@@ -182,12 +224,16 @@ def softmax_tokens(
         "polarity": p_y * (logp_y + entropy) - (p**2 * (logp + entropy[:, None])).sum(1),
         "logit_grad_norm": np.sqrt(rest**2 + (others**2).sum(1)),
     }
-    return {name: value.astype(np.float32) for name, value in statistics.items()} | {"token_id": y.astype(np.int32)}
+    return {name: value.astype(np.float32) for name, value in statistics.items()} | {
+        "token_id": y.astype(np.int32)
+    }
 
 
 def sigmoid_weight(logit: np.ndarray) -> np.ndarray:
     s = SIGMOID
-    return np.clip(s["alpha"] * (1 / (1 + np.exp(-(logit - s["u0"]) / s["tau"])) - s["mu"]), s["L"], s["U"])
+    return np.clip(
+        s["alpha"] * (1 / (1 + np.exp(-(logit - s["u0"]) / s["tau"])) - s["mu"]), s["L"], s["U"]
+    )
 
 
 def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, probed: bool) -> None:
@@ -206,25 +252,86 @@ def _step(writer: TraceWriter, world: World, step: int, record_tokens: bool, pro
     update = (rollout >= n // 2).astype(np.int32)
     norm = np.exp(rng.normal(0, 0.2))
     rollouts = {"step": step, "rollout": np.arange(n), "group": group, "prompt": "who is a knight?"}
-    rollouts |= {"completion": "<b>Zoey</b> $x$ [red]", "reward": reward, "correct": correct, "advantage": advantage}
-    rollouts |= {"reward_parts": [{"total": float(r)} for r in reward], "length": np.full(n, length)}
+    rollouts |= {
+        "completion": "<b>Zoey</b> $x$ [red]",
+        "reward": reward,
+        "correct": correct,
+        "advantage": advantage,
+    }
+    rollouts |= {
+        "reward_parts": [{"total": float(r)} for r in reward],
+        "length": np.full(n, length),
+    }
     writer.append("rollouts", rollouts | {"truncated": np.zeros(n, bool)})
     if record_tokens:
-        rows = stats | {"step": step, "rollout": rollout, "position": position, "update": update, "weight": weight}
-        rows |= {"behavior_logp": stats["logp"], "advantage": advantage[rollout], "ratio": 1.0, "clipped": 0}
+        rows = stats | {
+            "step": step,
+            "rollout": rollout,
+            "position": position,
+            "update": update,
+            "weight": weight,
+        }
+        rows |= {
+            "behavior_logp": stats["logp"],
+            "advantage": advantage[rollout],
+            "ratio": 1.0,
+            "clipped": 0,
+        }
         rows |= {"loss_coef": coefficient, "head_grad_norm": stats["logit_grad_norm"] * 2}
         writer.append("tokens", rows | (_probed_tokens(world, rows) if probed else {}))
-    updates = {"step": step, "update": [0, 1], "skipped": [False, False], "loss": [-0.01, -0.01], "entropy": None}
-    updates |= {"grad_norm": [norm, norm], "clip_factor": [1.0, 1.0], "update_norm": [0.01, 0.01], "lr": [1e-4, 1e-4]}
-    updates |= {"tokens": [n * length // 2, n * length - n * length // 2], "kl_old_k3": [0.0, 0.002]}
+    updates = {
+        "step": step,
+        "update": [0, 1],
+        "skipped": [False, False],
+        "loss": [-0.01, -0.01],
+        "entropy": None,
+    }
+    updates |= {
+        "grad_norm": [norm, norm],
+        "clip_factor": [1.0, 1.0],
+        "update_norm": [0.01, 0.01],
+        "lr": [1e-4, 1e-4],
+    }
+    updates |= {
+        "tokens": [n * length // 2, n * length - n * length // 2],
+        "kl_old_k3": [0.0, 0.002],
+    }
     updates |= {"ratio_min": [1.0, 0.7], "ratio_max": [1.0, 1.5]}
-    writer.append("updates", updates | {"clip_fraction_low": [0.0, 0.01], "clip_fraction_high": [0.0, 0.02]})
-    row = {"step": step, "updates": 2, "reward_mean": reward.mean(), "reward_std": reward.std(ddof=1), "kl": None}
-    row |= {"accuracy": correct.mean(), "loss": -0.01, "entropy_mean": 1.0 - 0.02 * step + rng.normal(0, 0.01)}
-    row |= {"grad_norm": norm, "update_norm": 0.01, "clip_fraction_low": 0.01, "weight_mean": weight.mean()}
-    row |= {f"weight_{name}_gradient": None for name in ("mean", "saturation_low", "saturation_high")}
-    row |= {"clip_fraction_high": 0.02 * rng.random(), "zero_std_groups": int((spread == 0).sum()), "redrawn_groups": 0}
-    row |= {"completion_length_mean": float(length), "truncated_fraction": 0.0, "tokens": n * length, "lr": 1e-4}
+    writer.append(
+        "updates", updates | {"clip_fraction_low": [0.0, 0.01], "clip_fraction_high": [0.0, 0.02]}
+    )
+    row = {
+        "step": step,
+        "updates": 2,
+        "reward_mean": reward.mean(),
+        "reward_std": reward.std(ddof=1),
+        "kl": None,
+    }
+    row |= {
+        "accuracy": correct.mean(),
+        "loss": -0.01,
+        "entropy_mean": 1.0 - 0.02 * step + rng.normal(0, 0.01),
+    }
+    row |= {
+        "grad_norm": norm,
+        "update_norm": 0.01,
+        "clip_fraction_low": 0.01,
+        "weight_mean": weight.mean(),
+    }
+    row |= {
+        f"weight_{name}_gradient": None for name in ("mean", "saturation_low", "saturation_high")
+    }
+    row |= {
+        "clip_fraction_high": 0.02 * rng.random(),
+        "zero_std_groups": int((spread == 0).sum()),
+        "redrawn_groups": 0,
+    }
+    row |= {
+        "completion_length_mean": float(length),
+        "truncated_fraction": 0.0,
+        "tokens": n * length,
+        "lr": 1e-4,
+    }
     writer.append("steps", row | {"generation_s": 0.5, "training_s": 0.4, "recording_s": 0.1})
 
 
@@ -251,27 +358,59 @@ def _evaluate(writer: TraceWriter, world: World, step: int) -> None:
         for temperature in (0.0, 1.0):
             hits = []
             for level in shape.levels:
-                chance = world.accuracy(step) - gap - 0.05 * (int(level) - 2) - 0.05 * (split == "unseen")
+                chance = (
+                    world.accuracy(step)
+                    - gap
+                    - 0.05 * (int(level) - 2)
+                    - 0.05 * (split == "unseen")
+                )
                 hits.append(rng.binomial(shape.eval_prompts, np.clip(chance, 0.01, 0.99)))
                 _eval_row(writer, step, split, level, shape.eval_prompts, hits[-1], temperature)
-            _eval_row(writer, step, split, "all", shape.eval_prompts * len(hits), sum(hits), temperature)
+            _eval_row(
+                writer, step, split, "all", shape.eval_prompts * len(hits), sum(hits), temperature
+            )
 
 
-def _eval_row(writer: TraceWriter, step: int, split: str, level: str, n: int, hits: int, temperature: float) -> None:
+def _eval_row(
+    writer: TraceWriter, step: int, split: str, level: str, n: int, hits: int, temperature: float
+) -> None:
     share = hits / n
-    row = {"step": step, "task": "knights_knaves", "split": split, "level": level, "n": n, "k": 1, "accuracy": share}
-    row |= {"std_error": np.sqrt(share * (1 - share) / (n - 1)), "pass_at_k": share, "reward_mean": 4 * share - 1}
+    row = {
+        "step": step,
+        "task": "knights_knaves",
+        "split": split,
+        "level": level,
+        "n": n,
+        "k": 1,
+        "accuracy": share,
+    }
+    row |= {
+        "std_error": np.sqrt(share * (1 - share) / (n - 1)),
+        "pass_at_k": share,
+        "reward_mean": 4 * share - 1,
+    }
     writer.append("eval", row | {"temperature": temperature})
 
 
 def _probe(writer: TraceWriter, world: World, step: int) -> None:
     effects, rng = world.effects, world.rng
-    top = (10 + (effects.sharpness - 10) * step / max(world.shape.steps, 1)) * np.exp(rng.normal(0, 0.05))
-    base = {"step": step, "probe_set": "heldout", "functional": "nll", "parameters": "all", "seed": 0, "seconds": 0.1}
+    top = (10 + (effects.sharpness - 10) * step / max(world.shape.steps, 1)) * np.exp(
+        rng.normal(0, 0.05)
+    )
+    base = {
+        "step": step,
+        "probe_set": "heldout",
+        "functional": "nll",
+        "parameters": "all",
+        "seed": 0,
+        "seconds": 0.1,
+    }
 
     def row(probe: str, quantity: str, value: float, **rest: Any) -> None:
         blank = dict.fromkeys(("std_error", "samples", "rho", "converged", "residual"))
-        writer.append("probes", base | blank | {"probe": probe, "quantity": quantity, "value": value} | rest)
+        writer.append(
+            "probes", base | blank | {"probe": probe, "quantity": quantity, "value": value} | rest
+        )
 
     row("curvature", "largest", top, converged=True, residual=1e-3)
     row("curvature", "smallest", -top / 5, converged=True, residual=1e-3)

@@ -41,7 +41,15 @@ from sharpscope.traces import (
 )
 from sharpscope.traces.parts import write_part
 from sharpscope.traces.schema import VERSION_KEY
-from tests.traces.synthetic import Shape, damage_part, new_run, rows, token_rows, two_parts, write_run
+from tests.traces.synthetic import (
+    Shape,
+    damage_part,
+    new_run,
+    rows,
+    token_rows,
+    two_parts,
+    write_run,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +74,12 @@ def test_every_table_comes_back_value_by_value(tmp_path, table):
 def test_null_is_not_recorded_and_nan_is_recorded(tmp_path):
     run = new_run(tmp_path / "a")
     masked = np.ma.MaskedArray([1.0, 2.0, 3.0, 4.0], mask=[True, False, False, False])
-    values = {"entropy": None, "ratio": masked, "weight": [None, np.nan, 1.0, 2.0], "update": [None, 1, 1, 2]}
+    values = {
+        "entropy": None,
+        "ratio": masked,
+        "weight": [None, np.nan, 1.0, 2.0],
+        "update": [None, 1, 1, 2],
+    }
     with TraceWriter(run) as writer:
         writer.append("tokens", token_rows(**values))
     (path,) = (run / "traces" / "tokens").glob("part-*.parquet")
@@ -80,7 +93,11 @@ def test_null_is_not_recorded_and_nan_is_recorded(tmp_path):
 @pytest.mark.parametrize(
     ("table", "changes", "words"),
     [
-        ("tokens", {"entropie": [0.0] * 4}, "tokens.entropie is not a column; did you mean 'entropy'?"),
+        (
+            "tokens",
+            {"entropie": [0.0] * 4},
+            "tokens.entropie is not a column; did you mean 'entropy'?",
+        ),
         ("tokens", {"logp": [0.0] * 3}, "differ in length"),
         ("tokens", {"logp": [0.0, None, 0.0, 0.0]}, "tokens.logp may not be null"),
         ("tokens", {"token_id": [0.5] * 4}, "tokens.token_id is int32"),
@@ -112,7 +129,10 @@ def test_integers_too_long_for_a_float_are_rounded(tmp_path):
 
 def test_text_without_utf8_and_parts_that_are_not_finite_survive(tmp_path):
     run = new_run(tmp_path / "a")
-    changes = {"completion": ["\ud800x", "[bold]", "\x1b[31m", "ok"], "reward_parts": [{"a": float("nan")}] * 4}
+    changes = {
+        "completion": ["\ud800x", "[bold]", "\x1b[31m", "ok"],
+        "reward_parts": [{"a": float("nan")}] * 4,
+    }
     with TraceWriter(run) as writer:
         writer.append("rollouts", rows("rollouts", 1) | changes)
     frame = load_run(run).rollouts
@@ -165,9 +185,16 @@ def test_runs_are_found_below_a_folder_and_joined(tmp_path):
             writer.append("tokens", token_rows(1))
     new_run(tmp_path / "empty", seed=2)
     runs = load_runs(tmp_path)
-    assert list(runs.by_name) == ["a", "empty", "sweep/b"] and runs[2].method == "grpo-sg" and runs["a"].seed == 0
+    assert (
+        list(runs.by_name) == ["a", "empty", "sweep/b"]
+        and runs[2].method == "grpo-sg"
+        and runs["a"].seed == 0
+    )
     assert list(runs.steps)[:4] == ["run", "method", "seed", "step"]
-    assert runs.steps[["run", "method", "seed"]].values.tolist() == [["a", "grpo", 0], ["sweep/b", "grpo-sg", 1]]
+    assert runs.steps[["run", "method", "seed"]].values.tolist() == [
+        ["a", "grpo", 0],
+        ["sweep/b", "grpo-sg", 1],
+    ]
     assert len(runs.tokens(columns=["logp"])) == 8
     assert runs.table["status"].tolist() == ["died"] * 3
     assert list(load_runs([tmp_path / "a"]).by_name) == ["a"]
@@ -178,7 +205,10 @@ def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
     run = new_run(tmp_path / "a")
     old = pa.Table.from_pydict(
         {"step": [1, 1, 2], "index": [0, 1, 0], "logp": [-1.0, -2.0, -3.0]},
-        pa.schema([("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())], {VERSION_KEY: b"2"}),
+        pa.schema(
+            [("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())],
+            {VERSION_KEY: b"2"},
+        ),
     )
     (run / "traces" / "tokens").mkdir(parents=True, exist_ok=True)
     write_part(old, run / "traces" / "tokens" / "part-000001-0a1b2c3d.parquet")
@@ -188,8 +218,12 @@ def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
     read = load_run(run)
     assert read.tokens(columns=["logp"])["logp"].tolist()[:3] == [-1.0, -2.0, -3.0]
     mixed = read.tokens(columns=["entropy", "logp"], steps=[2, 3])
-    assert mixed["entropy"].isna().tolist() == [True] + [False] * 4 and mixed["logp"].iloc[0] == -3.0
-    assert [len(part) for part in read.iter_tokens(columns=["logp", "entropy"], required=["entropy"])] == [4]
+    assert (
+        mixed["entropy"].isna().tolist() == [True] + [False] * 4 and mixed["logp"].iloc[0] == -3.0
+    )
+    assert [
+        len(part) for part in read.iter_tokens(columns=["logp", "entropy"], required=["entropy"])
+    ] == [4]
     assert read.damaged == {} and read.uses.empty
 
 
@@ -200,7 +234,10 @@ def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp
     with pytest.warns(UserWarning, match="left out"):
         runs = load_runs(tmp_path)
     assert list(runs.by_name) == ["good"]
-    assert f"schema version {SCHEMA_VERSION + 1}" in runs.skipped["old"] and "damaged" in runs.skipped["broken"]
+    assert (
+        f"schema version {SCHEMA_VERSION + 1}" in runs.skipped["old"]
+        and "damaged" in runs.skipped["broken"]
+    )
     with pytest.raises(UserError, match="schema version"):
         load_run(tmp_path / "old")
     with pytest.raises(UserError, match=r"has no run\.json"):
@@ -212,7 +249,9 @@ def test_other_schema_versions_and_broken_run_files_are_left_out_with_a_word(tmp
 # -- Full disks, damaged files, two writers: what was flushed is read, damage is named and never merged
 
 
-def test_a_full_disk_loses_nothing_that_was_flushed_and_the_rest_can_be_flushed_later(tmp_path, monkeypatch):
+def test_a_full_disk_loses_nothing_that_was_flushed_and_the_rest_can_be_flushed_later(
+    tmp_path, monkeypatch
+):
     run, _ = two_parts(tmp_path / "a")
     writer = TraceWriter(run)
     writer.append("tokens", rows("tokens", 3, 20))
@@ -242,9 +281,16 @@ def _start(code, run):
 def test_a_run_folder_is_never_overwritten(tmp_path):
     create_run_dir(tmp_path / "a")
     (tmp_path / "a" / "config.yaml").touch()
-    create_run_dir(tmp_path / "a")  # a run killed before its run.json left nothing that could be lost
+    # a run killed before its run.json left nothing that could be lost
+    create_run_dir(tmp_path / "a")
     (tmp_path / "a" / "notes.txt").touch()
-    for name in ("config.yaml", "tokenizer/vocab.json", "draft.tmp", "traces/note"):  # as a run's, without its mark
+    # as a run's, without its mark
+    for name in (
+        "config.yaml",
+        "tokenizer/vocab.json",
+        "draft.tmp",
+        "traces/note",
+    ):
         (tmp_path / name.replace("/", "-") / name).parent.mkdir(parents=True)
         (tmp_path / name.replace("/", "-") / name).touch()
         with pytest.raises(UserError, match="is not empty"):
@@ -261,7 +307,10 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
         with pytest.raises(UserError, match=words):
             create_run_dir(tmp_path / name)
     new_run(tmp_path / "b-2")
-    assert free_name(tmp_path / "b") == tmp_path / "b-3" and free_name(tmp_path / "c") == tmp_path / "c"
+    assert (
+        free_name(tmp_path / "b") == tmp_path / "b-3"
+        and free_name(tmp_path / "c") == tmp_path / "c"
+    )
     (tmp_path / "free").mkdir()
     assert create_run_dir(tmp_path / "free") == tmp_path / "free"
 
@@ -314,7 +363,11 @@ def test_a_damaged_page_sets_the_whole_part_aside_for_all_columns(tmp_path):
     run, (first, _) = two_parts(tmp_path / "a")
     damage_part(first, "token_id")
     loaded = load_run(run)
-    assert set(loaded.tokens(columns=["step"])["step"]) == {1, 2}  # its page is sound, and nobody has looked further
+    # its page is sound, and nobody has looked further
+    assert set(loaded.tokens(columns=["step"])["step"]) == {
+        1,
+        2,
+    }
     with pytest.warns(DamagedPartWarning):
         assert list(loaded.verify()) == [first.relative_to(run).as_posix()]
     assert set(loaded.tokens(columns=["step"])["step"]) == {2}
@@ -344,7 +397,11 @@ def test_a_damaged_part_does_not_give_rows_twice_after_a_rewind(tmp_path, togeth
     if together:  # what it held of steps 4 and 5 is lost, and said to be
         name = f"traces/tokens/.damaged-{last.name}"
         assert counts == dict.fromkeys((1, 2, 3, 6, 7), 3)
-        assert list(rewound) == [name] and "its pages cannot be read" in rewound[name] and not loaded.verify()
+        assert (
+            list(rewound) == [name]
+            and "its pages cannot be read" in rewound[name]
+            and not loaded.verify()
+        )
     else:
         assert counts == dict.fromkeys(range(1, 8), 3) and not loaded.verify() and not rewound
 
@@ -358,8 +415,12 @@ def packed(tmp_path_factory) -> Path:
     folder, shape = tmp_path_factory.mktemp("packs"), Shape(steps=3, length=4)
     write_run(folder / "runs" / "grpo-s0", shape=shape)
     write_run(folder / "runs" / "deep" / "grpo-sg-s0", method="grpo-sg", shape=shape)
-    write_reductions(folder / "runs" / "grpo-s0", [Reduction("a", 3, 7, {"x": [1.5, float("nan")]})])
-    result = CliRunner().invoke(app, ["export", str(folder / "runs"), "--to", "packed", "--out", str(folder / "pack")])
+    write_reductions(
+        folder / "runs" / "grpo-s0", [Reduction("a", 3, 7, {"x": [1.5, float("nan")]})]
+    )
+    result = CliRunner().invoke(
+        app, ["export", str(folder / "runs"), "--to", "packed", "--out", str(folder / "pack")]
+    )
     assert result.exit_code == 0, result.output
     return folder
 
@@ -379,7 +440,11 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
     # no rows, no file
     tables = {f"{table}.parquet" for table in TABLES if any(run.rows(table) for run in whole)}
     assert {"steps.parquet", "tokens.parquet"} <= tables and "forks.parquet" not in tables
-    assert {path.name for path in (packed / "pack").iterdir()} == {"runs.parquet", "reductions.parquet", *tables}
+    assert {path.name for path in (packed / "pack").iterdir()} == {
+        "runs.parquet",
+        "reductions.parquet",
+        *tables,
+    }
     assert list(pack.by_name) == list(whole.by_name) == ["deep/grpo-sg-s0", "grpo-s0"]
     for name, run in whole.by_name.items():
         assert same(run, pack[name])
@@ -387,7 +452,10 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
         assert pack[name].status == "finished"
         assert pack[name].token_steps == run.token_steps
         step = run.token_steps[1]
-        ours, theirs = pack[name].tokens([step], ["logp", "entropy"]), run.tokens([step], ["logp", "entropy"])
+        ours, theirs = (
+            pack[name].tokens([step], ["logp", "entropy"]),
+            run.tokens([step], ["logp", "entropy"]),
+        )
         assert len(ours) and ours.equals(theirs)
     assert pack["grpo-s0"].reductions is not None and pack["deep/grpo-sg-s0"].reductions is None
     assert list(load_runs(packed).by_name)[:2] == ["pack/deep/grpo-sg-s0", "pack/grpo-s0"]
@@ -413,4 +481,6 @@ def test_the_estimates_are_of_the_divergence_from_sampler_to_trainer():
     mu, pi = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
     found = mismatch(np.log(pi), np.log(mu))
     kl = float((mu * np.log(mu / pi)).sum())
-    assert (mu * found["k1"]).sum() == pytest.approx(kl) and (mu * found["k3"]).sum() == pytest.approx(kl)
+    assert (mu * found["k1"]).sum() == pytest.approx(kl) and (
+        mu * found["k3"]
+    ).sum() == pytest.approx(kl)

@@ -13,10 +13,11 @@ import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from sharpscope import distributed
-from sharpscope.config.method import Kl, Sharpness, TruncatedCorrection
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
-from sharpscope.objective import Method, named_method, policy_loss
+from sharpscope.methods import Method, named_method
+from sharpscope.methods.loss import policy_loss
+from sharpscope.methods.method import Kl, Sharpness, TruncatedCorrection
 from sharpscope.policy import load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.recording.rows import update_columns
@@ -41,14 +42,30 @@ def method_of(name) -> Method:
     value = named_method(name) if isinstance(name, str) else name
     if value.weight.kind == "sigmoid":
         weight = value.weight.model_copy(
-            update={"preset": "paper", "tau": 2.0, "alpha": 2.0, "mu": 0.1, "L": 0.1, "U": 1.4, "u0": 0.0}
+            update={
+                "preset": "paper",
+                "tau": 2.0,
+                "alpha": 2.0,
+                "mu": 0.1,
+                "L": 0.1,
+                "U": 1.4,
+                "u0": 0.0,
+            }
         )
         value = value.model_copy(update={"weight": weight})
     return value
 
 
-def learner_of(policy, *, lr=1e-3, microbatch_tokens=10_000, share_prompt=True, **changes) -> Learner:
-    settings = {"max_new_tokens": 8, "mini_batches": 1, "inner_epochs": 1, "max_grad_norm": None, "seed": 0}
+def learner_of(
+    policy, *, lr=1e-3, microbatch_tokens=10_000, share_prompt=True, **changes
+) -> Learner:
+    settings = {
+        "max_new_tokens": 8,
+        "mini_batches": 1,
+        "inner_epochs": 1,
+        "max_grad_norm": None,
+        "seed": 0,
+    }
     scorer = Scorer(policy.model, 1.0, microbatch_tokens, share_prompt)
     optimizer = build_optimizer(policy.model, OptimizerSpec(lr=max(lr, 1e-9)))
     set_learning_rate(optimizer, lr)
@@ -56,7 +73,9 @@ def learner_of(policy, *, lr=1e-3, microbatch_tokens=10_000, share_prompt=True, 
 
 
 def learn(observed: Learner, drawn, method="grpo", **callbacks):
-    return observed.learn(drawn.rollouts, drawn.advantage, 1, 0.0, method=method_of(method), **callbacks)
+    return observed.learn(
+        drawn.rollouts, drawn.advantage, 1, 0.0, method=method_of(method), **callbacks
+    )
 
 
 def gradient(policy, drawn, method="grpo", **changes):
@@ -71,7 +90,17 @@ def gradient(policy, drawn, method="grpo", **changes):
     return found, learned
 
 
-NEW = ["wapo", "delight", "stare", "rsi-s", "pepo", "tp-schedule", "forking-schedule", "entropy-schedule", "capo"]
+NEW = [
+    "wapo",
+    "delight",
+    "stare",
+    "rsi-s",
+    "pepo",
+    "tp-schedule",
+    "forking-schedule",
+    "entropy-schedule",
+    "capo",
+]
 """Methods of 2026 whose update depends on its tokens; `aggc` is tested by itself."""
 
 
@@ -87,7 +116,9 @@ def warmed(observed: Learner, seed=0) -> Learner:
     return observed
 
 
-@pytest.mark.parametrize("method", ["grpo", "grpo-sg", "tr-grpo", "dapo", "gspo", "cov-grpo", "high-entropy", *NEW])
+@pytest.mark.parametrize(
+    "method", ["grpo", "grpo-sg", "tr-grpo", "dapo", "gspo", "cov-grpo", "high-entropy", *NEW]
+)
 def test_gradient_does_not_depend_on_microbatches_or_shared_prompts(world, method):
     policy, drawn = world
     reference, learned = gradient(policy, drawn, method)
@@ -97,9 +128,13 @@ def test_gradient_does_not_depend_on_microbatches_or_shared_prompts(world, metho
         {"share_prompt": False, "microbatch_tokens": 64},
     ):
         other, again = gradient(policy, drawn, method, **changes)
-        torch.testing.assert_close(other[0], reference[0], rtol=1e-4, atol=1e-6 * float(reference[0].abs().max()))
+        torch.testing.assert_close(
+            other[0], reference[0], rtol=1e-4, atol=1e-6 * float(reference[0].abs().max())
+        )
         assert again.updates[0].loss == pytest.approx(learned.updates[0].loss, abs=1e-6)
-        torch.testing.assert_close(again.tokens.loss_coef, learned.tokens.loss_coef, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            again.tokens.loss_coef, learned.tokens.loss_coef, rtol=1e-5, atol=1e-7
+        )
 
 
 def test_gradient_is_the_sum_of_loss_coef_times_score(world):
@@ -115,9 +150,13 @@ def test_gradient_is_the_sum_of_loss_coef_times_score(world):
         logp = torch.log_softmax(model(input_ids=ids).logits[0], dim=-1)
         for place in range(int(rollouts.lengths[row])):
             score = torch.autograd.grad(
-                logp[first + place - 1, ids[0, first + place]], list(model.parameters()), retain_graph=True
+                logp[first + place - 1, ids[0, first + place]],
+                list(model.parameters()),
+                retain_graph=True,
             )
-            total += float(learned.tokens.loss_coef[row, place]) * torch.cat([g.flatten() for g in score])
+            total += float(learned.tokens.loss_coef[row, place]) * torch.cat(
+                [g.flatten() for g in score]
+            )
     torch.testing.assert_close(found[0], total, rtol=1e-4, atol=1e-6 * float(total.abs().max()))
 
 
@@ -132,7 +171,9 @@ def test_mini_batches_and_lopti_use_every_token_once(world):
         found, learned = gradient(policy, drawn, method, **changes)
         assert len(learned.updates) == len(found) == updates
         assert set(learned.tokens.update[mask].tolist()) <= set(range(updates))
-        assert (learned.tokens.update[mask] >= 0).all() and (learned.tokens.update[~mask] == -1).all()
+        assert (learned.tokens.update[mask] >= 0).all() and (
+            learned.tokens.update[~mask] == -1
+        ).all()
     _, learned = gradient(policy, drawn, "lopti")
     rare = learned.tokens.stats.logp.exp() < named_method("lopti").passes
     assert torch.equal(learned.tokens.update[mask] == 0, rare[mask])
@@ -142,13 +183,18 @@ def test_the_samplers_log_probabilities_enter_the_loss(world):
     """A sampler whose log-probabilities are 0.5 lower, and one whose are 2 lower: factors e^0.5 and the bound 2."""
     policy, drawn = world
     shift = torch.tensor([0.5, 2.0]).repeat(len(drawn.rollouts))[: len(drawn.rollouts), None]
-    other = replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - shift))
+    other = replace(
+        drawn, rollouts=replace(drawn.rollouts, behavior_logp=drawn.rollouts.behavior_logp - shift)
+    )
     method = named_method("grpo").model_copy(update={"correction": TruncatedCorrection()})
     _, plain = gradient(policy, other, "grpo", mini_batches=2)
     _, learned = gradient(policy, other, method, mini_batches=2)
-    first = plain.tokens.update == 0  # ratio 1; what comes after an update differs in more than the factor
+    # ratio 1; what comes after an update differs in more than the factor
+    first = plain.tokens.update == 0
     wanted = plain.tokens.loss_coef * torch.where(shift < 1, math.exp(0.5), 2.0)
-    torch.testing.assert_close(learned.tokens.loss_coef[first], wanted[first], rtol=1e-5, atol=1e-12, check_dtype=False)
+    torch.testing.assert_close(
+        learned.tokens.loss_coef[first], wanted[first], rtol=1e-5, atol=1e-12, check_dtype=False
+    )
     assert wanted[first].abs().max() > 0
 
 
@@ -168,14 +214,21 @@ def test_the_entropy_bonus_is_the_remainder(world, changes):
         ids = rollouts.input_ids[row][rollouts.attention_mask[row].bool()]
         first = int(rollouts.prompt_lengths[row])
         p = model(input_ids=ids[None]).logits[0, first - 1 : -1].softmax(-1)
-        entropies.append(-(p * p.log()).sum(-1)[rollouts.completion_mask[row, : int(rollouts.lengths[row])].bool()])
+        entropies.append(
+            -(p * p.log()).sum(-1)[
+                rollouts.completion_mask[row, : int(rollouts.lengths[row])].bool()
+            ]
+        )
     mean = torch.cat(entropies).mean()
     bonus = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(model.parameters()))])
     scale = float(bonus.abs().max())
     torch.testing.assert_close(found[0] - plain[0], -0.3 * bonus, rtol=1e-3, atol=1e-5 * scale)
-    assert learned.updates[0].loss == pytest.approx(before.updates[0].loss - 0.3 * float(mean.detach()), abs=1e-5)
+    assert learned.updates[0].loss == pytest.approx(
+        before.updates[0].loss - 0.3 * float(mean.detach()), abs=1e-5
+    )
     _, without = gradient(policy, drawn, method.model_copy(update={"entropy": 0.0}), **changes)
-    assert without.updates[0].entropy == pytest.approx(float(mean.detach()), rel=1e-4)  # of a coefficient of 0, too
+    # of a coefficient of 0, too
+    assert without.updates[0].entropy == pytest.approx(float(mean.detach()), rel=1e-4)
 
 
 def gradient_at(policy, drawn, shift):
@@ -184,7 +237,11 @@ def gradient_at(policy, drawn, shift):
 
     def logp() -> torch.Tensor:
         positions = (rollouts.attention_mask.cumsum(1) - 1).clamp_min(0)
-        out = model(input_ids=rollouts.input_ids, attention_mask=rollouts.attention_mask, position_ids=positions).logits
+        out = model(
+            input_ids=rollouts.input_ids,
+            attention_mask=rollouts.attention_mask,
+            position_ids=positions,
+        ).logits
         out = torch.log_softmax(out[:, rollouts.prompt_width - 1 : -1], dim=-1)
         return out.gather(2, rollouts.completion_ids[:, :, None])[:, :, 0]
 
@@ -203,10 +260,14 @@ def test_sam_and_gradient_norm_penalty_by_hand(world):
     policy, drawn = world
     plain, _ = gradient(policy, drawn, "grpo")
     g, rho = plain[0], 0.05
-    torch.testing.assert_close(g, gradient_at(policy, drawn, torch.zeros_like(g)), rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(
+        g, gradient_at(policy, drawn, torch.zeros_like(g)), rtol=1e-4, atol=1e-7
+    )
     ascended = gradient_at(policy, drawn, rho * g / g.norm())
     base = named_method("grpo")
-    sam, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": Sharpness(kind="sam", rho=rho)}))
+    sam, _ = gradient(
+        policy, drawn, base.model_copy(update={"sharpness": Sharpness(kind="sam", rho=rho)})
+    )
     torch.testing.assert_close(sam[0], ascended, rtol=1e-4, atol=1e-7)
     penalty = Sharpness(kind="gradient_norm_penalty", rho=rho)
     gnp, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": penalty}))
@@ -223,13 +284,19 @@ def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
     observed, seen = learner_of(policy), []
 
     def look(update):
-        seen.append((update.grad_norm, torch.cat([p.grad.flatten().clone() for p in observed.parameters])))
+        seen.append(
+            (update.grad_norm, torch.cat([p.grad.flatten().clone() for p in observed.parameters]))
+        )
 
     (record,) = learn(observed, drawn, sharp, before_step=look).updates
     ((norm, found),) = seen
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-9)
     assert norm == record.plain_norm == pytest.approx(float(plain.norm()))
-    assert record.grad_norm == pytest.approx(float(ascended.norm())) != pytest.approx(record.plain_norm, rel=0.01)
+    assert (
+        record.grad_norm
+        == pytest.approx(float(ascended.norm()))
+        != pytest.approx(record.plain_norm, rel=0.01)
+    )
 
 
 IDLE = [
@@ -240,17 +307,26 @@ IDLE = [
 ]
 
 
-@pytest.mark.parametrize("method", IDLE, ids=lambda method: method if isinstance(method, str) else "changed")
+@pytest.mark.parametrize(
+    "method", IDLE, ids=lambda method: method if isinstance(method, str) else "changed"
+)
 def test_leaving_out_groups_without_an_advantage_changes_nothing(world, method, monkeypatch):
     """Against a backward pass over all groups: gradients, losses and all that is recorded about tokens are equal."""
     policy, drawn = world
     idle = drawn.rollouts.group == drawn.rollouts.group[0]
-    drawn = replace(drawn, advantage=torch.where(idle, 0.0, torch.linspace(-1, 1, len(idle), dtype=torch.float64)))
+    drawn = replace(
+        drawn,
+        advantage=torch.where(idle, 0.0, torch.linspace(-1, 1, len(idle), dtype=torch.float64)),
+    )
     value, changes = method_of(method), {"microbatch_tokens": 40}
     if value.needs_reference:
         changes["reference"] = copy.deepcopy(policy.model)
     found, learned = gradient(policy, drawn, value, **changes)
-    monkeypatch.setattr(updates_module.Updates, "_moving", lambda self, rows: torch.ones(len(rows), dtype=torch.bool))
+    monkeypatch.setattr(
+        updates_module.Updates,
+        "_moving",
+        lambda self, rows: torch.ones(len(rows), dtype=torch.bool),
+    )
     wanted, all_learned = gradient(policy, drawn, value, **changes)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
@@ -260,7 +336,12 @@ def test_leaving_out_groups_without_an_advantage_changes_nothing(world, method, 
     one, other = learned.tokens, all_learned.tokens
     for mine, theirs in (
         *zip(one.tensors(), other.tensors(), strict=True),
-        *((one.uses, other.uses), (one.uses_low, other.uses_low), (one.uses_high, other.uses_high), (one.kl, other.kl)),
+        *(
+            (one.uses, other.uses),
+            (one.uses_low, other.uses_low),
+            (one.uses_high, other.uses_high),
+            (one.kl, other.kl),
+        ),
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13, equal_nan=True)
 
@@ -295,7 +376,9 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
     for prompt, value in zip(prompts, found, strict=True) if name == "grpo" else ():
         # Each completion weighs the same, so a prompt's value is the loss of its completions alone.
         rows = (drawn.rollouts.group == prompt).nonzero()[:, 0]
-        part = replace(drawn, rollouts=drawn.rollouts.rows(rows), advantage=drawn.advantage[rows], stats=None)
+        part = replace(
+            drawn, rollouts=drawn.rollouts.rows(rows), advantage=drawn.advantage[rows], stats=None
+        )
         for alone in values(part):
             assert float(value) == pytest.approx(float(alone), rel=1e-6)
 
@@ -320,32 +403,45 @@ def test_clipping_scales_the_step_and_a_bad_loss_is_left_out(world):
 def test_every_update_is_described_by_its_own_tokens(world, monkeypatch, name):
     """Ratios, divergence from π_old and clipped shares, from the log-probabilities of each update in Python floats."""
     policy, drawn = world
-    seen: list[list[tuple[float, float, int]]] = []  # by update: (ln r of the token, the method's ratio, clipped)
+    # by update: (ln r of the token, the method's ratio, clipped)
+    seen: list[list[tuple[float, float, int]]] = []
 
     def watched(method, plan, logp, normalizer, *, pass_index=0, **others):
         out = policy_loss(method, plan, logp, normalizer, pass_index=pass_index, **others)
         for place in (plan.mask & (plan.pass_index == pass_index)).nonzero().tolist():
             own = [t for t, on in enumerate(plan.mask[place[0]].tolist()) if on]
-            change = {t: float(logp[place[0], t].detach() - plan.behavior_logp[place[0], t]) for t in own}
-            ratio = math.exp(sum(change.values()) / len(own) if name == "gspo" else change[place[1]])
+            change = {
+                t: float(logp[place[0], t].detach() - plan.behavior_logp[place[0], t]) for t in own
+            }
+            ratio = math.exp(
+                sum(change.values()) / len(own) if name == "gspo" else change[place[1]]
+            )
             seen[-1].append((change[place[1]], ratio, int(out.clipped[tuple(place)])))
         return out
 
     monkeypatch.setattr(updates_module, "policy_loss", watched)
     backward = updates_module.Updates.gradient
-    monkeypatch.setattr(updates_module.Updates, "gradient", lambda *args: (seen.append([]), backward(*args))[1])
-    observed = learner_of(
-        policy, lr=0.03, mini_batches=2, inner_epochs=2, microbatch_tokens=64
-    )  # so far that clips act
+    monkeypatch.setattr(
+        updates_module.Updates, "gradient", lambda *args: (seen.append([]), backward(*args))[1]
+    )
+    # so far that clips act
+    observed = learner_of(policy, lr=0.03, mini_batches=2, inner_epochs=2, microbatch_tokens=64)
     learned = learn(observed, drawn, name)
     table = pd.DataFrame(update_columns(7, learned.updates))
     assert len(table) == len(seen) == (8 if name == "lopti" else 4)
     for row, tokens in zip(table.to_dict("records"), seen, strict=True):
         if not tokens:  # no token of this policy is likely enough for Lopti's second pass
-            assert row["tokens"] == 0 and math.isnan(row["ratio_max"]) and math.isnan(row["kl_old_k3"])
+            assert (
+                row["tokens"] == 0 and math.isnan(row["ratio_max"]) and math.isnan(row["kl_old_k3"])
+            )
             continue
         changes, ratios, flags = zip(*tokens, strict=True)
-        assert (row["step"], row["tokens"], row["lr"], row["skipped"]) == (7, len(tokens), 0.03, False)
+        assert (row["step"], row["tokens"], row["lr"], row["skipped"]) == (
+            7,
+            len(tokens),
+            0.03,
+            False,
+        )
         wanted = {
             "kl_old_k3": math.fsum(math.exp(x) - 1 - x for x in changes) / len(tokens),
             "ratio_min": min(ratios),
@@ -375,7 +471,10 @@ def test_the_coefficient_splits_into_policy_kl_and_entropy_terms(world):
     _, without = gradient(policy, drawn, plain)
     tokens = learned.tokens
     torch.testing.assert_close(
-        (tokens.loss_coef - tokens.kl_coef)[mask], without.tokens.loss_coef[mask], rtol=1e-9, atol=1e-12
+        (tokens.loss_coef - tokens.kl_coef)[mask],
+        without.tokens.loss_coef[mask],
+        rtol=1e-9,
+        atol=1e-12,
     )
     assert not without.tokens.kl_coef[mask].any() and not without.tokens.entropy_coef[mask].any()
     assert bool(without.tokens.ref_logp[mask].isnan().all())
@@ -383,13 +482,17 @@ def test_the_coefficient_splits_into_policy_kl_and_entropy_terms(world):
     scale = 0.3 / (mask.sum(1, keepdim=True) * len(mask)).expand(mask.shape)[mask]
     expected = scale * -torch.expm1(tokens.ref_logp - tokens.stats.logp)[mask]
     torch.testing.assert_close(tokens.kl_coef[mask], expected, rtol=1e-6, atol=1e-9)
-    np.testing.assert_allclose(tokens.entropy_coef[mask].numpy(), -0.02 / int(mask.sum()), rtol=1e-12)
+    np.testing.assert_allclose(
+        tokens.entropy_coef[mask].numpy(), -0.02 / int(mask.sum()), rtol=1e-12
+    )
 
 
 def sampled(drawn):
     """The rollouts with log-probabilities of a sampler that differs from the policy."""
     logp = drawn.rollouts.behavior_logp
-    noise = 0.1 * torch.randn(logp.shape, generator=torch.Generator().manual_seed(1), dtype=logp.dtype)
+    noise = 0.1 * torch.randn(
+        logp.shape, generator=torch.Generator().manual_seed(1), dtype=logp.dtype
+    )
     return replace(drawn, rollouts=replace(drawn.rollouts, behavior_logp=logp + noise))
 
 
@@ -449,7 +552,9 @@ def test_the_clip_by_module_bounds_a_spike_where_it_is(world):
         for i in members:
             torch.testing.assert_close(after[i], factor * before[i])
         squares += (factor * norm) ** 2
-        assert observed.state.norms[kind] == pytest.approx(0.95 * averages[kind] + 0.05 * factor * norm)
+        assert observed.state.norms[kind] == pytest.approx(
+            0.95 * averages[kind] + 0.05 * factor * norm
+        )
         assert (factor < 0.9) == (kind == "down_proj")
     whole = math.sqrt(sum(float(g.square().sum()) for g in before.values()))
     assert second.updates[0].clip_factor == pytest.approx(math.sqrt(squares) / whole)
@@ -484,6 +589,8 @@ def test_two_processes_make_the_update_of_one(world, tmp_path):
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
     for name in one:
         for first, second in zip(one[name][:2], two[name][:2], strict=True):
-            torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6 * float(first.abs().max()), msg=name)
+            torch.testing.assert_close(
+                first, second, rtol=1e-5, atol=1e-6 * float(first.abs().max()), msg=name
+            )
         assert one[name][2] == pytest.approx(two[name][2], rel=1e-6)
         assert float(one[name][0].abs().max()) > 0

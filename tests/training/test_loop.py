@@ -35,7 +35,9 @@ from tests.oracles.objective import mass_percentile
 
 
 def test_the_tables_say_what_happened(toy_config):
-    run = sharpscope.load_run(train(toy_config(method="grpo-sg", method__weight__preset="calibrated")).run_dir)
+    run = sharpscope.load_run(
+        train(toy_config(method="grpo-sg", method__weight__preset="calibrated")).run_dir
+    )
     rollouts, tokens, steps = run.rollouts, run.tokens(), run.steps.set_index("step")
     assert len(rollouts) == 3 * 16 and run.eval["step"].unique().tolist() == [0, 2, 3]
     by_step = rollouts.groupby("step")
@@ -52,9 +54,13 @@ def test_the_tables_say_what_happened(toy_config):
     groups = rollouts.groupby(["step", "group"])["reward"]
     spread = groups.transform("std")
     assert (steps["zero_std_groups"] == (groups.std() == 0).groupby("step").sum()).all()
-    advantage = ((rollouts["reward"] - groups.transform("mean")) / (spread + 1e-4)).where(spread > 0, 0.0)
+    advantage = ((rollouts["reward"] - groups.transform("mean")) / (spread + 1e-4)).where(
+        spread > 0, 0.0
+    )
     np.testing.assert_allclose(rollouts["advantage"], advantage, atol=1e-5)
-    assert (rollouts["reward"] == rollouts["completion"].map(lambda text: sum(map(text.count, "aeiou")))).all()
+    assert (
+        rollouts["reward"] == rollouts["completion"].map(lambda text: sum(map(text.count, "aeiou")))
+    ).all()
     merged = tokens.merge(rollouts, on=["step", "rollout"], suffixes=("", "_row"))
     np.testing.assert_allclose(merged["advantage"], merged["advantage_row"], rtol=1e-6)
     # On policy, c_t = −w·A/(N·length); it says what the gradient of every token was multiplied with.
@@ -63,7 +69,9 @@ def test_the_tables_say_what_happened(toy_config):
     counts = tokens.groupby(["step", "rollout"]).size().to_numpy()
     assert np.array_equal(counts, rollouts.sort_values(["step", "rollout"])["length"].to_numpy())
     fixed = run.info["calibration"]
-    curve = fixed["alpha"] * (1 / (1 + np.exp(-(tokens["logit"] - fixed["u0"]) / fixed["tau"])) - fixed["mu"])
+    curve = fixed["alpha"] * (
+        1 / (1 + np.exp(-(tokens["logit"] - fixed["u0"]) / fixed["tau"])) - fixed["mu"]
+    )
     np.testing.assert_allclose(tokens["weight"], curve.clip(fixed["L"], fixed["U"]), rtol=1e-5)
     assert_calibrated(fixed, tokens[tokens["step"] == 1])
 
@@ -73,7 +81,9 @@ def assert_calibrated(constants, tokens) -> None:
     mass = tokens["loss_coef"].abs() / tokens["weight"] * tokens["logit_grad_norm"]
     low, high = (mass_percentile(tokens["logit"].tolist(), mass.tolist(), q) for q in (0.1, 0.9))
     assert constants["tau"] == pytest.approx((high - low) / 1.846, rel=1e-3)
-    assert constants["u0"] == pytest.approx(low - 1.099 * constants["tau"], abs=2e-3 * constants["tau"])
+    assert constants["u0"] == pytest.approx(
+        low - 1.099 * constants["tau"], abs=2e-3 * constants["tau"]
+    )
 
 
 def test_calibration_over_the_gradient_waits_for_one(toy_config, monkeypatch):
@@ -143,7 +153,11 @@ def test_a_mistake_found_late_takes_only_what_the_start_wrote(toy_config, monkey
     for beside in (None, config.run_dir / "notes.txt"):
         with pytest.raises(UserError, match="found late"):
             train(config)
-        assert not config.run_dir.exists() if beside is None else list(config.run_dir.iterdir()) == [beside]
+        assert (
+            not config.run_dir.exists()
+            if beside is None
+            else list(config.run_dir.iterdir()) == [beside]
+        )
 
 
 def test_mistakes_are_found_before_the_folder_is_made(toy_config):
@@ -163,28 +177,36 @@ def test_mistakes_are_found_before_the_folder_is_made(toy_config):
 
 
 def test_a_reward_that_is_not_finite_is_said_and_not_learnt(toy_config):
-    config = toy_config(task__factory="tests.toy_task:sometimes_nan", health__non_finite="skip_step")
+    config = toy_config(
+        task__factory="tests.toy_task:sometimes_nan", health__non_finite="skip_step"
+    )
     assert train(config).status == "finished"
     run = sharpscope.load_run(config.run_dir)
     assert "non_finite" in set(run.events["rule"])
     spoilt = run.rollouts[run.rollouts["reward"].isna()]
     assert len(spoilt)
     keys = set(zip(spoilt["step"], spoilt["group"], strict=True))
-    in_spoilt_group = [key in keys for key in zip(run.rollouts["step"], run.rollouts["group"], strict=True)]
+    in_spoilt_group = [
+        key in keys for key in zip(run.rollouts["step"], run.rollouts["group"], strict=True)
+    ]
     assert (run.rollouts.loc[in_spoilt_group, "advantage"] == 0).all()
     assert run.steps["grad_norm"].notna().all()
 
 
 def test_a_penalty_on_length_is_no_signal_for_dynamic_sampling(toy_config):
     """Wrong answers of different lengths have different rewards after DAPO's penalty; their groups are drawn anew all the same."""
-    config = toy_config(method="dapo", task__factory="tests.toy_task:always_wrong", method__sampling__overlong=1.0)
+    config = toy_config(
+        method="dapo", task__factory="tests.toy_task:always_wrong", method__sampling__overlong=1.0
+    )
     policy, task = load_policy(config.policy), make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
     drawn = draw_rollouts(policy, task, order, config.method, config.rollout, seed=0, step=1)
     assert drawn.redrawn_groups == 10 * 4 and drawn.zero_variance_share < 1.0
     penalty = -drawn.rollouts.lengths / 8  # the buffer is the whole limit
     torch.testing.assert_close(drawn.rollouts.reward, penalty)
-    np.testing.assert_allclose([sum(reward.parts.values()) for reward in drawn.rewards], penalty, rtol=1e-6)
+    np.testing.assert_allclose(
+        [sum(reward.parts.values()) for reward in drawn.rewards], penalty, rtol=1e-6
+    )
 
 
 def test_decay_spares_vectors():
@@ -201,11 +223,15 @@ def test_learning_rate_is_transformers_schedule_and_ends_at_zero(schedule, warmu
     steps, spec = 12, OptimizerSpec(lr=0.3, warmup_steps=warmup, schedule=schedule)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.3)
     # without warm-up the first step has the peak, which is a warm-up of one step
-    scheduler = get_scheduler(schedule, optimizer, num_warmup_steps=max(warmup, 1), num_training_steps=steps)
+    scheduler = get_scheduler(
+        schedule, optimizer, num_warmup_steps=max(warmup, 1), num_training_steps=steps
+    )
     for step in range(1, steps + 1):
         optimizer.step()
         scheduler.step()
-        assert learning_rate(spec, step, steps) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-15)
+        assert learning_rate(spec, step, steps) == pytest.approx(
+            scheduler.get_last_lr()[0], abs=1e-15
+        )
     assert learning_rate(spec, steps, steps) == 0.0
     assert learning_rate(OptimizerSpec(lr=0.1, schedule=schedule), 1, 1) == 0.1
 
@@ -215,14 +241,23 @@ def examples(count: int) -> list[Example]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 12), st.lists(st.integers(1, 7), max_size=8), st.integers(0, 5), st.integers(0, 9))
+@given(
+    st.integers(1, 12),
+    st.lists(st.integers(1, 7), max_size=8),
+    st.integers(0, 5),
+    st.integers(0, 9),
+)
 def test_epochs_are_permutations_and_the_cursor_is_the_only_state(count, takes, seed, cut):
     order = DataOrder(examples(count), seed)
     seen = [example.prompt for take in takes for example in order.take(take)]
     assert order.cursor == len(seen)
     for start in range(0, len(seen) - count + 1, count):
-        assert sorted(seen[start : start + count], key=int) == [str(index) for index in range(count)]
-    rest = DataOrder(examples(count), seed, cursor=min(cut, len(seen))).take(len(seen) - min(cut, len(seen)))
+        assert sorted(seen[start : start + count], key=int) == [
+            str(index) for index in range(count)
+        ]
+    rest = DataOrder(examples(count), seed, cursor=min(cut, len(seen))).take(
+        len(seen) - min(cut, len(seen))
+    )
     assert [example.prompt for example in rest] == seen[cut:]
 
 
@@ -244,7 +279,9 @@ def cut_off(tiny_policy, tmp_path_factory):
         "method.weight": {"kind": "stare", "step": 0.05, "target": 100.0},
         "method.module_clip": 1.01,
     }
-    whole, broken = (build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken"))
+    whole, broken = (
+        build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken")
+    )
     train(whole)
     train(broken, StopAfter(5))
     saved = [[step_of(path) for path in checkpoints(config.run_dir)] for config in (whole, broken)]
@@ -262,7 +299,9 @@ def copy_of(config, tmp_path):
 
 
 @pytest.mark.parametrize("victim", ["optimizer.safetensors", "checksums.json"])
-def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_goes_on(cut_off, tmp_path, victim):
+def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_goes_on(
+    cut_off, tmp_path, victim
+):
     whole, broken = cut_off[0], copy_of(cut_off[1], tmp_path)
     newest = checkpoints(broken.run_dir)[-1]
     content = bytearray((newest / victim).read_bytes())
@@ -273,7 +312,9 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_one_before_goes_on(cut
         train(broken, resume=True)
     shutil.rmtree(newest)
     assert train(broken, resume=True).status == "finished"
-    assert sharpscope.load_run(broken.run_dir).info["notes"] == ["resumed after step 4, from step-000004"]
+    assert sharpscope.load_run(broken.run_dir).info["notes"] == [
+        "resumed after step 4, from step-000004"
+    ]
     assert_same(whole.run_dir, broken.run_dir)
 
 
@@ -284,7 +325,9 @@ def test_what_was_recorded_is_kept_when_a_run_begins_again(cut_off, tmp_path):
     before = {path.relative_to(traces): path.read_bytes() for path in traces.rglob("part-*")}
     outcome = train(broken, resume=True)
     kept = broken.run_dir / ".traces.aborted-1"
-    assert before == {path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()}
+    assert before == {
+        path.relative_to(kept): path.read_bytes() for path in kept.rglob("*") if path.is_file()
+    }
     (note,) = sharpscope.load_run(broken.run_dir).info["notes"]
     assert outcome.notes == (note,) and note.endswith(f"is kept in {kept}")
     assert_same(whole.run_dir, broken.run_dir)
@@ -298,7 +341,9 @@ def test_a_run_with_nothing_to_go_on_to_is_left_as_it_is(cut_off, tmp_path, kind
     before = {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
     with pytest.raises(UserError, match=r"all of its steps are done \(steps = 7\)"):
         train(whole, resume=True)
-    assert before == {path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in whole.run_dir.rglob("*") if path.is_file()
+    }
 
 
 def test_a_finished_run_goes_on_to_more_steps(cut_off, tmp_path):
@@ -312,7 +357,9 @@ def test_a_finished_run_goes_on_to_more_steps(cut_off, tmp_path):
 def test_another_reference_policy_is_noticed(toy_config, tiny_policy, tmp_path):
     policy = tmp_path / "policy"
     shutil.copytree(tiny_policy, policy)
-    config = toy_config(policy__model=str(policy), method__kl__coef=0.01, steps=3, evaluation__every=0)
+    config = toy_config(
+        policy__model=str(policy), method__kl__coef=0.01, steps=3, evaluation__every=0
+    )
     train(config, StopAfter(2))
     tensors = load_file(policy / "model.safetensors")
     tensors[min(tensors)] += 1e-3
@@ -328,7 +375,12 @@ def test_weights_that_are_not_finite_are_not_saved(toy_config):
     with torch.no_grad():
         parameter.view(-1)[0] = torch.nan
     with pytest.raises(NonFiniteError, match=f"step 7: the weights '{name}' are not finite"):
-        save(config, policy, build_optimizer(policy.model, config.optimizer), Progress(7, 0, [], [], {}))
+        save(
+            config,
+            policy,
+            build_optimizer(policy.model, config.optimizer),
+            Progress(7, 0, [], [], {}),
+        )
     assert not config.run_dir.exists()
 
 
@@ -346,7 +398,9 @@ def test_a_checkpoint_is_whole_or_absent_when_its_write_fails(toy_config, monkey
     monkeypatch.setattr(checkpoint, "save_file", full)
     outcome = train(config)
     assert outcome.status == "failed" and "No space left on device" in outcome.reason
-    assert f"sharpscope run --resume {config.run_dir}" in outcome.reason and "\n" not in outcome.reason
+    assert (
+        f"sharpscope run --resume {config.run_dir}" in outcome.reason and "\n" not in outcome.reason
+    )
     assert [path.name for path in (config.run_dir / "checkpoints").iterdir()] == ["step-000001"]
     assert len(sharpscope.load_run(config.run_dir).steps) == 2
     monkeypatch.undo()
@@ -373,7 +427,9 @@ def saved(architecture, tiny_policy, folder):
 
 
 @pytest.mark.parametrize("architecture", list(ARCHITECTURES))
-def test_every_architecture_trains_from_disk_with_recording_on(architecture, tiny_policy, toy_config, tmp_path):
+def test_every_architecture_trains_from_disk_with_recording_on(
+    architecture, tiny_policy, toy_config, tmp_path
+):
     model = saved(architecture, tiny_policy, tmp_path / "model")
     run = sharpscope.load_run(train(toy_config(policy__model=model, **SHORT)).run_dir)
     assert run.info["status"] == "finished"
@@ -385,18 +441,25 @@ def test_every_architecture_trains_from_disk_with_recording_on(architecture, tin
     np.testing.assert_allclose(shares, 1.0, atol=2e-3)
     exact = tokens.dropna(subset=["score_norm"])
     assert (
-        len(exact) == (0 if refused else 8) and (exact["score_norm"] >= 0.99 * exact["head_grad_norm"].fillna(0)).all()
+        len(exact) == (0 if refused else 8)
+        and (exact["score_norm"] >= 0.99 * exact["head_grad_norm"].fillna(0)).all()
     )
     again = AutoModelForCausalLM.from_pretrained(checkpoints(run.path)[-1])
     assert any(
         not torch.equal(a, b)
-        for a, b in zip(again.parameters(), load_policy(PolicySpec(model=model)).model.parameters(), strict=True)
+        for a, b in zip(
+            again.parameters(), load_policy(PolicySpec(model=model)).model.parameters(), strict=True
+        )
     )
 
 
 def test_bfloat16_trains_float32_weights_and_records(toy_config):
     config = toy_config(
-        policy__dtype="bfloat16", steps=2, recording__token_gradients_every=1, evaluation__every=0, optimizer__lr=1e-5
+        policy__dtype="bfloat16",
+        steps=2,
+        recording__token_gradients_every=1,
+        evaluation__every=0,
+        optimizer__lr=1e-5,
     )
     before = load_policy(config.policy).model.state_dict()
     run = sharpscope.load_run(train(config).run_dir)
@@ -417,7 +480,11 @@ ADAPTED = {"policy__lora": {"r": 2, "alpha": 4.0}, "method__kl__coef": 0.05, "ev
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
-    changes = ADAPTED | {"recording__token_gradients_every": 1, "recording__exact_tokens": 2, "policy__dtype": dtype}
+    changes = ADAPTED | {
+        "recording__token_gradients_every": 1,
+        "recording__exact_tokens": 2,
+        "policy__dtype": dtype,
+    }
     whole = toy_config(name="whole", steps=4, **changes, checkpoint__every=2)
     run = sharpscope.load_run(train(whole).run_dir)
     assert 0 < run.info["trainable_parameters"] < run.info["parameters"] / 2
@@ -427,7 +494,9 @@ def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
     shares = tokens.groupby("step")["attribution"].sum()
     np.testing.assert_allclose(shares, 1, atol=0.002 if dtype == "float32" else 0.1)
     folder = checkpoints(run.path)[-1]
-    assert (folder / "adapter_model.safetensors").exists() and not (folder / "model.safetensors").exists()
+    assert (folder / "adapter_model.safetensors").exists() and not (
+        folder / "model.safetensors"
+    ).exists()
     shutil.rmtree(folder.with_name("step-000004"))
     update_run_info(whole.run_dir, status="interrupted")
     train(whole, resume=True)
@@ -439,11 +508,17 @@ def test_adapters_train_with_recording_and_resume_exactly(toy_config, dtype):
 def test_saved_adapters_load_with_transformers_and_peft_and_are_evaluated(toy_config, tiny_policy):
     run_dir = train(toy_config(steps=2, **ADAPTED)).run_dir
     folder = checkpoints(run_dir)[-1]
-    assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(tiny_policy)
+    assert json.loads((folder / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(tiny_policy)
     ids = torch.tensor([[5, 6, 7, 8]])
     ours = load_policy(PolicySpec(model=str(folder))).model(ids).logits
     theirs = AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits
-    by_hand = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_policy), folder).eval()(ids).logits
+    by_hand = (
+        PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_policy), folder)
+        .eval()(ids)
+        .logits
+    )
     plain = AutoModelForCausalLM.from_pretrained(tiny_policy).eval()(ids).logits
     assert torch.allclose(ours, theirs, atol=1e-5) and torch.allclose(ours, by_hand, atol=1e-5)
     assert not torch.allclose(ours, plain, atol=1e-4)

@@ -42,7 +42,11 @@ CASES = {
         "update.mini_batches": 2,
         "update.inner_epochs": 2,
     },
-    "shuffled": {"method": "grpo-sg-shuffled", "method.weight.of.preset": "calibrated", "rollout.temperature": 0.8},
+    "shuffled": {
+        "method": "grpo-sg-shuffled",
+        "method.weight.of.preset": "calibrated",
+        "rollout.temperature": 0.8,
+    },
     "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam"},
@@ -81,8 +85,11 @@ def assert_same_frame(first, second, tolerance, label):
             one, other = (column.to_numpy(float, na_value=np.nan) for column in (one, other))
             largest = np.nanmax(np.abs(one)) if np.isfinite(one).any() else 0.0
             rounding = 1e-12 if name.endswith("_rotation") else 1e-15  # degrees
-            allowed = 2 * tolerance if name == "residual" else tolerance  # also a difference of two step sizes
-            np.testing.assert_allclose(one, other, rtol=0, atol=allowed * largest + rounding, err_msg=f"{label} {name}")
+            # also a difference of two step sizes
+            allowed = 2 * tolerance if name == "residual" else tolerance
+            np.testing.assert_allclose(
+                one, other, rtol=0, atol=allowed * largest + rounding, err_msg=f"{label} {name}"
+            )
         else:
             pd.testing.assert_series_equal(one, other, obj=f"{label} {name}")
 
@@ -95,7 +102,9 @@ def assert_same_run(folder, one, two, tolerance=1e-5):
         if first is second is None:
             continue
         drop = timing_columns(table)
-        assert_same_frame(first.drop(columns=drop), second.drop(columns=drop), tolerance, f"{two} {table}")
+        assert_same_frame(
+            first.drop(columns=drop), second.drop(columns=drop), tolerance, f"{two} {table}"
+        )
     assert len(runs[0].tokens()) > 100
     gradients = [torch.load(folder / f"{name}.gradient") for name in (one, two)]
     assert len(gradients[0]) == len(gradients[1])
@@ -115,7 +124,9 @@ def check(toy_config, folder, cases, others=()):
     Sharded weights read every prompt for itself, so one process must too: transformers' norms round to float32 inside.
     """
     suffix = {False: "two", True: "sharded"}
-    launched = [[values(toy_config, folder, f"{n}-{suffix[s]}", **CASES[n]), False, s] for n, s in cases]
+    launched = [
+        [values(toy_config, folder, f"{n}-{suffix[s]}", **CASES[n]), False, s] for n, s in cases
+    ]
     launch(folder, [*launched, *others])
     for name, sharded in cases:
         one, two = f"{name}-not-{suffix[sharded]}", f"{name}-{suffix[sharded]}"
@@ -140,17 +151,31 @@ def test_two_processes_do_what_one_does(toy_config, folder):
         [values(toy_config, folder, "frugal", **frugal), False, True],
         [values(toy_config, folder, "adapted", **adapted), False, False],
     ]
-    check(toy_config, folder, [("calibrated", False), ("dynamic", False), ("calibrated", True)], others)
+    check(
+        toy_config,
+        folder,
+        [("calibrated", False), ("dynamic", False), ("calibrated", True)],
+        others,
+    )
     for name, changes, tolerance in (("frugal", single, 0.05), ("adapted", adapted, 1e-9)):
         alone(folder, values(toy_config, folder, f"{name}-alone", **changes))
-        one, two = (sharpscope.load_run(folder / run).steps["grad_norm"] for run in (f"{name}-alone", name))
+        one, two = (
+            sharpscope.load_run(folder / run).steps["grad_norm"] for run in (f"{name}-alone", name)
+        )
         np.testing.assert_allclose(two, one, rtol=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
-    names = ["plain", "shuffled", "covariance", "sam", "token_baseline", *(["dynamic"] if sharded else [])]
+    names = [
+        "plain",
+        "shuffled",
+        "covariance",
+        "sam",
+        "token_baseline",
+        *(["dynamic"] if sharded else []),
+    ]
     check(toy_config, folder, [(name, sharded) for name in names])
 
 
@@ -158,7 +183,10 @@ def test_every_case_is_the_same_in_two_processes(toy_config, folder, sharded):
 @pytest.mark.parametrize("sharded", [False, True])
 def test_processes_resume_exactly_from_one_whole_checkpoint(toy_config, folder, sharded):
     name = f"resumed-{sharded}"
-    config = values(toy_config, folder, name, **CASES["calibrated"]) | {"checkpoint.every": 2, "steps": 4}
+    config = values(toy_config, folder, name, **CASES["calibrated"]) | {
+        "checkpoint.every": 2,
+        "steps": 4,
+    }
     launch(folder, [[config, False, sharded]])
     before = sharpscope.load_run(folder / name)
     drop = timing_columns("steps")
@@ -175,4 +203,6 @@ def test_processes_resume_exactly_from_one_whole_checkpoint(toy_config, folder, 
     shutil.rmtree(checkpoints(folder / name)[-1])
     update_run_info(folder / name, status="interrupted")
     alone(folder, config, resume=True)
-    assert_same_frame(steps, sharpscope.load_run(folder / name).steps.drop(columns=drop), 1e-4, "alone")
+    assert_same_frame(
+        steps, sharpscope.load_run(folder / name).steps.drop(columns=drop), 1e-4, "alone"
+    )

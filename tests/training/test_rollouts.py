@@ -12,7 +12,7 @@ import torch
 
 from sharpscope import load_run
 from sharpscope.config.run import EvaluationSpec
-from sharpscope.objective import named_method
+from sharpscope.methods import named_method
 from sharpscope.policy import SamplingSpec, draw_scored, load_policy
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, make_task
@@ -28,7 +28,14 @@ def drawn(config, **changes):
     task = make_task(config.task)
     order = DataOrder(task.splits()["train"], 0)
     return draw_rollouts(
-        load_policy(config.policy), task, order, config.method, config.rollout, seed=0, step=1, **changes
+        load_policy(config.policy),
+        task,
+        order,
+        config.method,
+        config.rollout,
+        seed=0,
+        step=1,
+        **changes,
     )
 
 
@@ -36,7 +43,9 @@ def as_oracle(batch, keep=None) -> oracle.Batch:
     """The completions `keep` of a step, with what advantages depend on."""
     rollouts = batch.rollouts
     keep = range(len(rollouts)) if keep is None else keep
-    parts = {name: [batch.rewards[i].parts.get(name, 0.0) for i in keep] for name in ("answer", "format")}
+    parts = {
+        name: [batch.rewards[i].parts.get(name, 0.0) for i in keep] for name in ("answer", "format")
+    }
     masks = rollouts.completion_mask.bool().tolist()
     return oracle.Batch(
         [float(rollouts.reward[i]) for i in keep],
@@ -50,7 +59,11 @@ def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
     """DAPO: 0 < correct < G."""
     wrong = drawn(toy_config(method="dapo", task__factory="tests.toy_task:wrong_but_rewarded"))
     assert wrong.redrawn_groups == MAX_REDRAWS * 4 and wrong.zero_variance_share < 1
-    equal = drawn(toy_config(method="dapo", task__factory="tests.toy_task:equally_rewarded", rollout__group_size=8))
+    equal = drawn(
+        toy_config(
+            method="dapo", task__factory="tests.toy_task:equally_rewarded", rollout__group_size=8
+        )
+    )
     correct = np.array([reward.correct for reward in equal.rewards]).reshape(4, 8).sum(1)
     assert equal.redrawn_groups == 0 and ((correct > 0) & (correct < 8)).all()
     broken = drawn(toy_config(method="dapo", task__factory="tests.toy_task:always_nan"))
@@ -58,8 +71,14 @@ def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
 
 
 @pytest.mark.parametrize("name", ["reinforce-pp", "lite-ppo"])
-def test_groups_with_a_reward_that_is_not_finite_are_left_out_of_the_steps_statistics(toy_config, name: str):
-    batch = drawn(toy_config(method=name, task__factory="tests.toy_task:sometimes_nan", rollout__prompts_per_step=6))
+def test_groups_with_a_reward_that_is_not_finite_are_left_out_of_the_steps_statistics(
+    toy_config, name: str
+):
+    batch = drawn(
+        toy_config(
+            method=name, task__factory="tests.toy_task:sometimes_nan", rollout__prompts_per_step=6
+        )
+    )
     group = batch.rollouts.group
     broken = torch.isin(group, group[~torch.isfinite(batch.rollouts.reward)])
     keep = torch.nonzero(~broken).flatten().tolist()
@@ -74,7 +93,8 @@ def test_groups_with_a_reward_that_is_not_finite_are_left_out_of_the_steps_stati
     assert found.tolist() == pytest.approx(wanted, abs=1e-9) and np.std(wanted) > 0.1
 
 
-evaluation = importlib.import_module("sharpscope.training.evaluate")  # the package has a function of that name
+# the package has a function of that name
+evaluation = importlib.import_module("sharpscope.training.evaluate")
 
 
 @pytest.fixture
@@ -111,7 +131,9 @@ def test_rows_against_counting_by_hand(world):
     assert sampled["pass_std_error"] == pytest.approx(correct.any(axis=1).std(ddof=1) / np.sqrt(5))
     for k in (1, 2, 4):
         subsets = list(itertools.combinations(range(4), k))
-        values = np.array([np.mean([prompt[list(subset)].any() for subset in subsets]) for prompt in correct])
+        values = np.array(
+            [np.mean([prompt[list(subset)].any() for subset in subsets]) for prompt in correct]
+        )
         assert sampled[f"pass_at_{k}"] == pytest.approx(values.mean())
         assert sampled[f"pass_at_{k}_std_error"] == pytest.approx(values.std(ddof=1) / np.sqrt(5))
 
@@ -133,7 +155,9 @@ class Talk:
     name, stop = "talk", tuple("aeiou")
 
     def splits(self):
-        made = [Example(f"say {letter}:", letter, {"level": 0}) for letter in string.ascii_lowercase]
+        made = [
+            Example(f"say {letter}:", letter, {"level": 0}) for letter in string.ascii_lowercase
+        ]
         return {"train": made[:12], "heldout": made[12:]}
 
     def score(self, example, completion):
@@ -173,7 +197,8 @@ def test_the_gradient_is_that_of_the_own_tokens_alone(conversation, aggregate):
     ours, learned = gradient(policy, drawn, method, max_new_tokens=24)
     mask = rollouts.completion_mask
     total = torch.zeros((), dtype=torch.float64)
-    for row in range(len(rollouts)):  # −A · Σ π/π_old over the own tokens, at π = π_old: −A · Σ ∇ ln π
+    # −A · Σ π/π_old over the own tokens, at π = π_old: −A · Σ ∇ ln π
+    for row in range(len(rollouts)):
         L, P = int(rollouts.lengths[row]), rollouts.prompt_width
         prompt = rollouts.input_ids[row, :P][rollouts.attention_mask[row, :P] == 1].tolist()
         logp = completion_logp(policy.model, prompt, rollouts.completion_ids[row, :L].tolist(), 1.0)
@@ -204,8 +229,13 @@ def test_a_run_records_own_tokens_only(toy_config):
     rollouts = run.rollouts.set_index(["step", "rollout"])
     for place, part in tokens.groupby(["step", "rollout"]):
         part = part.sort_values("position")
-        turns = np.split(part["token_id"].to_numpy(), np.flatnonzero(np.diff(part["position"]) > 1) + 1)
-        spoken = [tokenizer.decode([i for i in turn.tolist() if i != tokenizer.eos_token_id]) for turn in turns]
+        turns = np.split(
+            part["token_id"].to_numpy(), np.flatnonzero(np.diff(part["position"]) > 1) + 1
+        )
+        spoken = [
+            tokenizer.decode([i for i in turn.tolist() if i != tokenizer.eos_token_id])
+            for turn in turns
+        ]
         assert len(part) == rollouts.loc[place, "length"]
         assert REPLY.join(spoken) == rollouts.loc[place, "completion"]
         heard += len(turns) > 1

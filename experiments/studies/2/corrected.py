@@ -84,7 +84,11 @@ NAMES = {
     "half": "lr 5e-5",
     "twice": "lr 2e-4",
 }
-RULES = {"C7": ("greedy", ("grpo",)), "C4": ("sam/unit", ("grpo",)), "C10": ("greedy", ("reverse", "shuffled"))}
+RULES = {
+    "C7": ("greedy", ("grpo",)),
+    "C4": ("sam/unit", ("grpo",)),
+    "C10": ("greedy", ("reverse", "shuffled")),
+}
 RULES |= {"C14": ("greedy", ("half", "grpo", "twice"))}
 """Claim → quantity and the arms that mass 4 is compared with."""
 
@@ -100,7 +104,9 @@ class Numbers:
             )
         wide = wide.reindex(columns=list(QUANTITIES.values())).set_axis(list(QUANTITIES), axis=1)
         self.start = wide.xs(0, level="step").mean()
-        ends = wide.drop(index="start", errors="ignore").xs(wide.index.get_level_values("step").max(), level="step")
+        ends = wide.drop(index="start", errors="ignore").xs(
+            wide.index.get_level_values("step").max(), level="step"
+        )
         complete = ends.dropna().groupby("seed").size() == len(ARMS)
         self.seeds = list(complete.index[complete])
         self.table = ends[ends.index.get_level_values("seed").isin(self.seeds)]
@@ -126,19 +132,28 @@ class Numbers:
         values = self.differences(key, a, b)
         interval, factor = mean_interval(values), 1 if key == "entropy" else 100
         assert interval is not None
-        return f"{factor * values.mean():+.1f} ± {factor * (interval.high - interval.low) / 2:.1f}".replace("-", "−")
+        return f"{factor * values.mean():+.1f} ± {factor * (interval.high - interval.low) / 2:.1f}".replace(
+            "-", "−"
+        )
 
     def verdict(self, claim: str) -> str:
         """A row of the table of verdicts: the claim's rule on the corrected numbers."""
         key, rivals = RULES[claim]
         name = {arm: NAMES[arm] if len(rivals) > 1 else "" for arm in rivals}
         frames, sampled = (
-            {name[a]: self.differences(k, "sg", a).rename("difference").reset_index() for a in rivals}
+            {
+                name[a]: self.differences(k, "sg", a).rename("difference").reset_index()
+                for a in rivals
+            }
             for k in (key, "T=1")
         )
-        finding = greedy_finding(frames, sampled, 0.05) if key == "greedy" else ClaimData(parts=frames)
+        finding = (
+            greedy_finding(frames, sampled, 0.05) if key == "greedy" else ClaimData(parts=frames)
+        )
         found = decide(
-            CLAIMS[claim], finding, ClaimsSpec(treatment="mass 4", margins={claim: 0.1 if claim == "C4" else 0.02})
+            CLAIMS[claim],
+            finding,
+            ClaimsSpec(treatment="mass 4", margins={claim: 0.1 if claim == "C4" else 0.02}),
         )
         effect = found.effect.line if found.effect is not None else "–"
         if found.effect is not None and name[rivals[0]]:
@@ -148,7 +163,11 @@ class Numbers:
     def block(self, what: str) -> str:
         """A Markdown table."""
         if what == "verdicts":
-            rows = ["| claim | verdict | effect | reason |", "|---" * 4 + "|", *map(self.verdict, RULES)]
+            rows = [
+                "| claim | verdict | effect | reason |",
+                "|---" * 4 + "|",
+                *map(self.verdict, RULES),
+            ]
         elif what == "means":
             rows = [
                 "| quantity | before training | " + " | ".join(ARMS.values()) + " |",
@@ -162,7 +181,9 @@ class Numbers:
             rows.append("|---" * (len(PAIRS) + 1) + "|")
             for key, name in QUANTITIES.items():
                 unit = " [points]" if key in SHARES else " [100·ln]" if key in SHARPNESS else ""
-                rows.append(f"| {name}{unit} | {' | '.join(self.difference(key, a, b) for a, b in PAIRS)} |")
+                rows.append(
+                    f"| {name}{unit} | {' | '.join(self.difference(key, a, b) for a, b in PAIRS)} |"
+                )
         return "\n\n" + "\n".join(rows) + "\n\n"
 
     def text(self, expression: str) -> str:
@@ -179,7 +200,12 @@ class Numbers:
 
     def filled(self, page: str) -> str:
         """The page with the numbers of this table between its marks."""
-        return re.sub(r"(<!--= (.*?) -->).*?(<!-- -->)", lambda m: m[1] + self.text(m[2]) + m[3], page, flags=re.DOTALL)
+        return re.sub(
+            r"(<!--= (.*?) -->).*?(<!-- -->)",
+            lambda m: m[1] + self.text(m[2]) + m[3],
+            page,
+            flags=re.DOTALL,
+        )
 
 
 def main(write: bool) -> int:

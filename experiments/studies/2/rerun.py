@@ -29,8 +29,14 @@ WEIGHTS = "weight.preset=calibrated", "weight.U=4.0"
 ARMS = {
     "grpo": ("grpo",),
     "sg": ("grpo-sg", *(f"method.{field}" for field in WEIGHTS)),
-    "reverse": ("grpo-sg-reverse", *(f"method.{field.replace('weight', 'weight.of', 1)}" for field in WEIGHTS)),
-    "shuffled": ("grpo-sg-shuffled", *(f"method.{field.replace('weight', 'weight.of', 1)}" for field in WEIGHTS)),
+    "reverse": (
+        "grpo-sg-reverse",
+        *(f"method.{field.replace('weight', 'weight.of', 1)}" for field in WEIGHTS),
+    ),
+    "shuffled": (
+        "grpo-sg-shuffled",
+        *(f"method.{field.replace('weight', 'weight.of', 1)}" for field in WEIGHTS),
+    ),
     "half": ("grpo", "optimizer.lr=5.0e-5"),
     "twice": ("grpo", "optimizer.lr=2.0e-4"),
 }
@@ -89,12 +95,16 @@ def make(old: Path, run: Path, arm: str, seed: int) -> None:
         environment = os.environ | {"PYTHONPATH": str(old), "OMP_NUM_THREADS": "1"}
 
         def call(*words: str) -> None:
-            subprocess.run([sys.executable, "-m", "sharpscope", *words], cwd=old, env=environment, check=True)
+            subprocess.run(
+                [sys.executable, "-m", "sharpscope", *words], cwd=old, env=environment, check=True
+            )
 
         if not (run / "checkpoints" / "step-000160").exists():
             shutil.rmtree(run, ignore_errors=True)  # an interrupted run is begun again
             sets = [word for setting in settings for word in ("--set", setting)]
-            call("run", "--method", method, "--seed", str(seed), "--out", str(run), "--quiet", *sets)
+            call(
+                "run", "--method", method, "--seed", str(seed), "--out", str(run), "--quiet", *sets
+            )
         for name, options in EVALUATIONS.items():
             if not (run / f"{name}.parquet").exists():
                 call("eval", str(run), *options.split(), "--out", str(run / f"{name}.parquet"))
@@ -104,7 +114,9 @@ def evaluate_start(old: Path, folder: Path) -> None:
     """Evaluate the initial policy like the runs' last checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = [
-        word for word in SETTINGS if word.startswith(("task.families", "task.levels", "task.train", "task.unseen"))
+        word
+        for word in SETTINGS
+        if word.startswith(("task.families", "task.levels", "task.train", "task.unseen"))
     ]
     fields += ["rollout.max_new_tokens=96", "task.heldout_size=500"]
     sets = " ".join(f"--set {field}" for field in fields)
@@ -112,12 +124,20 @@ def evaluate_start(old: Path, folder: Path) -> None:
         if not (file := folder / f"{name}.parquet").exists():
             words = f"{DATA / 'policy'} --task math {sets} {options} --out {file}".split()
             environment = os.environ | {"PYTHONPATH": str(old), "OMP_NUM_THREADS": "1"}
-            subprocess.run([sys.executable, "-m", "sharpscope", "eval", *words], cwd=old, env=environment, check=True)
+            subprocess.run(
+                [sys.executable, "-m", "sharpscope", "eval", *words],
+                cwd=old,
+                env=environment,
+                check=True,
+            )
 
 
 def evaluated(folder: Path) -> Iterator[tuple[str, float]]:
     """(quantity, value) of one checkpoint's evaluations."""
-    yield "heldout, T = 0 (2,500 questions)", pd.read_parquet(folder / "greedy.parquet")["accuracy"][0]
+    yield (
+        "heldout, T = 0 (2,500 questions)",
+        pd.read_parquet(folder / "greedy.parquet")["accuracy"][0],
+    )
     names = {"heldout": "heldout, T = 0 (500 questions)", "train": "training questions, T = 0"}
     for row in pd.read_parquet(folder / "splits.parquet").itertuples():
         yield names.get(row.split, f"unseen level {row.level}, T = 0"), row.accuracy

@@ -20,7 +20,7 @@ from torch import Tensor
 from sharpscope.config import read_recorded
 from sharpscope.forks.rotating import _Start
 from sharpscope.forks.start import arms_of, saved_states
-from sharpscope.objective import calibrate
+from sharpscope.methods.plan import calibrate
 from sharpscope.policy import Rollouts, completions_of
 from sharpscope.policy.forward import score_completions
 from sharpscope.recording.step import RolloutBatch, step_tensors
@@ -43,7 +43,9 @@ REFERENCE = 64
 
 def main() -> None:
     """Print a row a batch, share of contamination and method."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("checkpoint")
     parser.add_argument("--batches", type=int, default=10)
@@ -63,11 +65,22 @@ def main() -> None:
             batch = contaminated(start, chosen, clean, wrong, number)
             share = wrong / config.rollout.group_size
             for name, gradient in gradients(start, batch, share).items():
-                rows.append((number, share, name, cosine(gradient, truth), float(gradient.double().norm()), noise))
+                rows.append(
+                    (
+                        number,
+                        share,
+                        name,
+                        cosine(gradient, truth),
+                        float(gradient.double().norm()),
+                        noise,
+                    )
+                )
         names = ["batch", "contaminated", "method", "cosine", "norm", "cosine_of_halves"]
         table = pd.DataFrame(rows, columns=names)
         table.to_csv(options.out, index=False)  # whole batches: an interrupted command keeps them
-        print(table[table["batch"] == number].to_string(index=False, header=number == 0), flush=True)
+        print(
+            table[table["batch"] == number].to_string(index=False, header=number == 0), flush=True
+        )
 
 
 def true_gradient(start: _Start, questions: list[Example], seed: int) -> Tensor:
@@ -79,13 +92,22 @@ def true_gradient(start: _Start, questions: list[Example], seed: int) -> Tensor:
         rollouts, _ = draw_group(start.policy, start.task, part, spec, 1_000_000 * seed + first)
         centered = rollouts.reward.view(len(part), -1)
         centered = (centered - centered.mean(1, keepdim=True)).flatten()
-        total = total + gradients_of(start, rollouts, [-centered[:, None] * rollouts.completion_mask])[0]
+        total = (
+            total
+            + gradients_of(start, rollouts, [-centered[:, None] * rollouts.completion_mask])[0]
+        )
     return total
 
 
-def contaminated(start: _Start, examples: list[Example], clean: Rollouts, wrong: int, number: int) -> RolloutBatch:
+def contaminated(
+    start: _Start, examples: list[Example], clean: Rollouts, wrong: int, number: int
+) -> RolloutBatch:
     """The batch with the last `wrong` completions of each question replaced."""
-    draw, tokenizer, size = Random(f"wrong {number}"), start.policy.tokenizer, start.config.rollout.group_size
+    draw, tokenizer, size = (
+        Random(f"wrong {number}"),
+        start.policy.tokenizer,
+        start.config.rollout.group_size,
+    )
     prompts, completions, texts = [], [], list(clean.texts)
     for row in range(len(clean)):
         present = clean.attention_mask[row, : clean.prompt_width].bool()
@@ -109,7 +131,9 @@ def gradients(start: _Start, batch: RolloutBatch, share: float) -> dict[str, Ten
         advantage = step_advantages(method, rollouts, batch.rewards, stats)
         tensors = step_tensors(rollouts, advantage, stats, stats.logp, start.progress(), method)
         calibrated = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
-        coefs[name] = start.tokens(calibrated, replace(batch, advantage=advantage), advantage, stats).loss_coef
+        coefs[name] = start.tokens(
+            calibrated, replace(batch, advantage=advantage), advantage, stats
+        ).loss_coef
     policy = (stats.logp.cpu() * rollouts.completion_mask).sum(1).exp()  # (N,) π of the completion
     possible = torch.tensor([text in NUMBERS for text in rollouts.texts])
     behavior = (1 - share) * policy + share * possible / len(SUMS)
@@ -121,9 +145,13 @@ def gradients_of(start: _Start, rollouts: Rollouts, coefs: list[Tensor]) -> list
     """The gradient Σ coef·∇log π as one vector, for each of the coefficients (N, T)."""
     model = start.policy.model
     weights = [p for p in model.parameters() if p.requires_grad]
-    scored = score_completions(model, rollouts, start.config.rollout.temperature, share_prompt=True, with_grad=True)
+    scored = score_completions(
+        model, rollouts, start.config.rollout.temperature, share_prompt=True, with_grad=True
+    )
     losses = [(scored.logp * coef.to(scored.logp)).sum() for coef in coefs]
-    found = (torch.autograd.grad(loss, weights, retain_graph=loss is not losses[-1]) for loss in losses)
+    found = (
+        torch.autograd.grad(loss, weights, retain_graph=loss is not losses[-1]) for loss in losses
+    )
     return [torch.cat([part.flatten() for part in parts]) for parts in found]
 
 

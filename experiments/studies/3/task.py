@@ -24,7 +24,9 @@ class questions(sums):  # noqa: N801 - a factory of a task, named like a functio
             "train": Random(f"train {SEED}").sample(train, TRAIN),
             "heldout": heldout[:HELD_OUT],
             "validation": heldout[HELD_OUT : HELD_OUT + 200],
-            "unseen": [three_digits(larger.randint(100, 999), larger.randint(100, 999)) for _ in range(300)],
+            "unseen": [
+                three_digits(larger.randint(100, 999), larger.randint(100, 999)) for _ in range(300)
+            ],
         }
 
 

@@ -31,7 +31,9 @@ LOOKS = {4: 2}
 def numbers(tables: dict[str, pd.DataFrame]) -> dict[str, float]:
     """The numbers of a finished run, from its rows of each table."""
     evaluation, probes, steps = (tables[name] for name in TABLES)
-    last = evaluation[(evaluation["step"] == 16) & (evaluation["split"] == "heldout")].set_index("temperature")
+    last = evaluation[(evaluation["step"] == 16) & (evaluation["split"] == "heldout")].set_index(
+        "temperature"
+    )
     sam = probes[(probes["step"] == 16) & (probes["quantity"] == "sam")].iloc[0]
     arm, late = steps[steps["step"] > 4], steps[steps["step"] > 12]
     return {
@@ -76,16 +78,27 @@ def forks() -> None:
         table = pd.DataFrame({"rotation of the update [°]": turned.loc[arms].map("{:.1f}".format)})
         for outcome, (factor, name) in OUTCOMES.items():
             values = wide.loc["kl", outcome]
-            change = factor * (values.loc[[arm for arm in arms if arm in values.index]] - values.loc["grpo"])
-            found = {arm: (line.dropna(), ttest_1samp(line.dropna(), 0.0).pvalue) for arm, line in change.iterrows()}
+            change = factor * (
+                values.loc[[arm for arm in arms if arm in values.index]] - values.loc["grpo"]
+            )
+            found = {
+                arm: (line.dropna(), ttest_1samp(line.dropna(), 0.0).pvalue)
+                for arm, line in change.iterrows()
+            }
             order = sorted(found, key=lambda arm: found[arm][1])
-            adjusted = np.maximum.accumulate([found[arm][1] * (len(order) - place) for place, arm in enumerate(order)])
+            adjusted = np.maximum.accumulate(
+                [found[arm][1] * (len(order) - place) for place, arm in enumerate(order)]
+            )
             for arm, p in zip(order, LOOKS.get(step, 1) * adjusted, strict=True):
                 mean, low, high = interval(found[arm][0].to_numpy())
-                table.loc[arm, name] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" + "*" * bool(p < 0.05)
+                table.loc[arm, name] = f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" + "*" * bool(
+                    p < 0.05
+                )
         before = rows.drop_duplicates(["batch", "outcome"]).groupby("outcome")["start"].mean()
         after = wide.loc["step"].xs("grpo", level="arm").mean(axis=1)
-        print(f"\nStep {step}, {rows['batch'].nunique()} batches; before, and after the update of plain GRPO:\n")
+        print(
+            f"\nStep {step}, {rows['batch'].nunique()} batches; before, and after the update of plain GRPO:\n"
+        )
         for outcome, (factor, name) in OUTCOMES.items():
             print(f"- {name}: {factor * before[outcome]:.4g}, {factor * after[outcome]:.4g}")
         print(f"\n| arm | {' | '.join(table.columns)} |\n{'|---' * (len(table.columns) + 1)}|")
@@ -102,15 +115,23 @@ def sharpness() -> None:
         change = 100 * np.log(wide.drop("grpo") / wide.loc["grpo"])
         p = {arm: ttest_1samp(line.dropna(), 0.0).pvalue for arm, line in change.iterrows()}
         order = sorted(p, key=lambda arm: p[arm])
-        adjusted = np.maximum.accumulate([p[arm] * (len(order) - place) for place, arm in enumerate(order)])
+        adjusted = np.maximum.accumulate(
+            [p[arm] * (len(order) - place) for place, arm in enumerate(order)]
+        )
         plain = found[found["arm"] == "grpo"]
         moved = 100 * (plain["value"] / plain["start"] - 1)
-        print(f"\nSharpness at step {step}, {rows['batch'].nunique()} batches; grpo: {wide.loc['grpo'].mean():.4g}")
-        print(f"before: {plain['start'].mean():.4g}, changed by {moved.min():+.0f} to {moved.max():+.0f} %\n")
+        print(
+            f"\nSharpness at step {step}, {rows['batch'].nunique()} batches; grpo: {wide.loc['grpo'].mean():.4g}"
+        )
+        print(
+            f"before: {plain['start'].mean():.4g}, changed by {moved.min():+.0f} to {moved.max():+.0f} %\n"
+        )
         print("| arm | batches | 100·ln of the ratio to grpo | p, adjusted |\n|---|---|---|---|")
         for arm, line in change.iterrows():
             mean, low, high = interval(line.dropna().to_numpy())
-            cells = f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] | {min(adjusted[order.index(arm)], 1):.2g}"
+            cells = (
+                f"{mean:+.1f} [{low:+.1f}, {high:+.1f}] | {min(adjusted[order.index(arm)], 1):.2g}"
+            )
             print(f"| `{arm}` | {line.notna().sum()} | {cells} |")
 
 
@@ -118,13 +139,19 @@ def contaminated() -> None:
     """Cosines to the policy gradient on clean and contaminated batches, and `delight` − method where contaminated, paired by batch."""
     rows = pd.read_csv(DATA.parent / "contaminated.csv")
     for state, part in rows.groupby("state", sort=False):
-        wide = part.pivot_table(index="batch", columns=["contaminated", "method"], values="cosine", sort=False)
+        wide = part.pivot_table(
+            index="batch", columns=["contaminated", "method"], values="cosine", sort=False
+        )
         clean, wrong = (wide[share] for share in sorted(part["contaminated"].unique()))
         others = [name for name in clean if name != "delight"]
         p = {name: ttest_1samp(wrong["delight"] - wrong[name], 0.0).pvalue for name in others}
         order = sorted(p, key=lambda name: p[name])
-        adjusted = np.maximum.accumulate([p[name] * (len(order) - place) for place, name in enumerate(order)])
-        print(f"\n{state}: {len(wide)} batches; halves of the estimate: {part['cosine_of_halves'].iloc[0]:.3f}\n")
+        adjusted = np.maximum.accumulate(
+            [p[name] * (len(order) - place) for place, name in enumerate(order)]
+        )
+        print(
+            f"\n{state}: {len(wide)} batches; halves of the estimate: {part['cosine_of_halves'].iloc[0]:.3f}\n"
+        )
         print(
             "| method | cosine, clean | cosine, contaminated | delight − method, contaminated | p, adjusted |\n|---|---|---|---|---|"
         )
@@ -134,12 +161,17 @@ def contaminated() -> None:
                 print(f"{cells} – | – |")
                 continue
             mean, low, high = interval((wrong["delight"] - wrong[name]).to_numpy())
-            print(f"{cells} {mean:+.3f} [{low:+.3f}, {high:+.3f}] | {min(adjusted[order.index(name)], 1):.2g} |")
+            print(
+                f"{cells} {mean:+.3f} [{low:+.3f}, {high:+.3f}] | {min(adjusted[order.index(name)], 1):.2g} |"
+            )
 
 
 def read(folder: Path) -> pd.DataFrame:
     """Numbers of the runs in a folder: a row for each (arm, seed)."""
-    tables = {name: dict(list(pd.read_parquet(folder / f"{name}.parquet").groupby("run"))) for name in TABLES}
+    tables = {
+        name: dict(list(pd.read_parquet(folder / f"{name}.parquet").groupby("run")))
+        for name in TABLES
+    }
     found = {}
     for run in tables["probes"]:  # the runs of the collapse have none
         arm, seed = run.rsplit("-s", 1)
@@ -151,12 +183,16 @@ def means(data: pd.DataFrame, arms: Sequence[str]) -> None:
     """Print the mean of each number over the seeds of `data`."""
     print(f"\n| mean over the seeds | {' | '.join(arms)} |\n{'|---' * (len(arms) + 1)}|")
     for name in data.columns:
-        print(f"| {name} | " + " | ".join(f"{data.loc[arm, name].mean():.4g}" for arm in arms) + " |")
+        print(
+            f"| {name} | " + " | ".join(f"{data.loc[arm, name].mean():.4g}" for arm in arms) + " |"
+        )
 
 
 def differences(data: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
     """Print the differences of pairs of arms, paired by seed."""
-    print("\n| difference | mean | 95 % t-interval | p (sign flips) | by seed |\n|---|---|---|---|---|")
+    print(
+        "\n| difference | mean | 95 % t-interval | p (sign flips) | by seed |\n|---|---|---|---|---|"
+    )
     for arm, base in pairs:
         for name in list(data.columns)[:5]:
             ours, theirs = data.loc[arm, name].to_numpy(float), data.loc[base, name].to_numpy(float)
@@ -168,9 +204,13 @@ def differences(data: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
                 continue
             change = 100 * np.log(ours[both] / theirs[both]) if ratio else ours - theirs
             mean, low, high = interval(change)
-            label = f"{arm} − {base}: {name.split(' [')[0]}" + (", 100·ln of the ratio" if ratio else "")
+            label = f"{arm} − {base}: {name.split(' [')[0]}" + (
+                ", 100·ln of the ratio" if ratio else ""
+            )
             values = ", ".join(f"{value:+.1f}" for value in change)
-            print(f"| {label} | {mean:+.2f} | [{low:+.2f}, {high:+.2f}] | {sign_flips(change):.3f} | {values} |")
+            print(
+                f"| {label} | {mean:+.2f} | [{low:+.2f}, {high:+.2f}] | {sign_flips(change):.3f} | {values} |"
+            )
 
 
 def main() -> None:
@@ -178,7 +218,8 @@ def main() -> None:
     data = read(DATA)
     means(data, ARMS)
     differences(data, [(arm, "grpo") for arm in ARMS[1:]])
-    if (more := DATA.parent / "more").exists():  # arms declared later, and the pilot of GRPO-SAM's radius, seed 100
+    # arms declared later, and the pilot of GRPO-SAM's radius, seed 100
+    if (more := DATA.parent / "more").exists():
         later = read(more)
         pilot = later.xs(100, level=1, drop_level=False)
         print("\nThe pilot of the radius:")

@@ -14,11 +14,27 @@ from typing import Any
 import pandas as pd
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import FEWEST, ClaimData, Statistic, declared, is_shown, mean_estimate, paired
+from sharpscope.analysis.claims.base import (
+    FEWEST,
+    ClaimData,
+    Statistic,
+    declared,
+    is_shown,
+    mean_estimate,
+    paired,
+)
 from sharpscope.analysis.measures import GREEDY, SAMPLED, dose_of, evaluations, gap, last_evaluation
 from sharpscope.analysis.statistics import sign_flip_p
-from sharpscope.analysis.study import GRID, Pair, Pairing, PairMeasure, Study, grid_settings, most_common
-from sharpscope.config import control_label
+from sharpscope.analysis.study import (
+    GRID,
+    Pair,
+    Pairing,
+    PairMeasure,
+    Study,
+    grid_settings,
+    most_common,
+)
+from sharpscope.methods import control_label
 from sharpscope.traces import Run
 
 NOT_GREEDY = "no pair was evaluated greedily on held-out prompts at one step; set evaluation.temperatures to [0, 1]"
@@ -31,11 +47,15 @@ MATCHED = 1.5
 def evaluated(temperature: float, **place: Any) -> PairMeasure:
     """Both runs' share of correct held-out completions at the last step at which both were evaluated so."""
     return _at_last_step(
-        lambda run, step: evaluations(run, temperature=temperature, **place)[step][0], temperature, **place
+        lambda run, step: evaluations(run, temperature=temperature, **place)[step][0],
+        temperature,
+        **place,
     )
 
 
-def _at_last_step(value: Callable[[Run, int], Any], temperature: float = SAMPLED, **place: Any) -> PairMeasure:
+def _at_last_step(
+    value: Callable[[Run, int], Any], temperature: float = SAMPLED, **place: Any
+) -> PairMeasure:
     """`value` of both runs at the last step at which both have the evaluation."""
 
     def _measure(*pair: Run) -> tuple[float | None, float | None] | None:
@@ -52,7 +72,10 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing]) -> ClaimData
         "accuracy, T = 1": evaluated(SAMPLED),
         "pass@k, T = 1": evaluated(SAMPLED, column="pass_at_k"),
     }
-    found = {what: {n: study.differences(p, one) for n, p in pairings.items()} for what, one in measures.items()}
+    found = {
+        what: {n: study.differences(p, one) for n, p in pairings.items()}
+        for what, one in measures.items()
+    }
     greedy, sampled, _ = found.values()
     others = tuple(
         _points(f"held-out {what}{f' against {name}' * bool(name)}", each[name])
@@ -61,8 +84,14 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing]) -> ClaimData
         if each is not greedy
     )
     if not all(map(len, greedy.values())):
-        rest = [name for name in pairings if not len(greedy[name]) and not len(sampled[name]) and name]
-        missing = f"no run of {', '.join(rest)} that pairs with one of {study.treatment}" if rest else NOT_GREEDY
+        rest = [
+            name for name in pairings if not len(greedy[name]) and not len(sampled[name]) and name
+        ]
+        missing = (
+            f"no run of {', '.join(rest)} that pairs with one of {study.treatment}"
+            if rest
+            else NOT_GREEDY
+        )
         return ClaimData(missing=missing, others=others)
     return replace(greedy_finding(greedy, sampled, study.terms.level), others=others)
 
@@ -71,14 +100,18 @@ def _points(name: str, differences: pd.DataFrame) -> Statistic | None:
     return mean_estimate(name, differences, "share of completions", "points")
 
 
-def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float) -> ClaimData:
+def greedy_finding(
+    greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float
+) -> ClaimData:
     """Differences of greedy accuracy as parts; undecided where an effect is shown at temperature 1 alone."""
     undecided, notes, text = list[str](), list[str](), "the effect depends on the temperature"
     for name, frame in greedy.items():
         both = frame.merge(sampled[name], on="seed", suffixes=("", "_sampled"))
         if not len(both):
             continue
-        a, b = (both[column].to_numpy(dtype=float) for column in ("difference", "difference_sampled"))
+        a, b = (
+            both[column].to_numpy(dtype=float) for column in ("difference", "difference_sampled")
+        )
         same_sign = a.mean() * b.mean() >= 0
         cold, hot = (sign_flip_p(values) <= level for values in (a, b))
         numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points"
@@ -92,12 +125,19 @@ def greedy_finding(greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.
 
 def repeats(run: Run) -> float | None:
     """Number of passes through the finite training set; None if the configuration does not tell."""
-    task, per_step = run.config.get("task") or {}, (run.config.get("rollout") or {}).get("prompts_per_step")
+    task, per_step = (
+        run.config.get("task") or {},
+        (run.config.get("rollout") or {}).get("prompts_per_step"),
+    )
     size = task.get("train_size")
     if not per_step or not size or not len(run.steps):
         return None
     people = task.get("people")
-    return float(len(run.steps) * per_step / (size * (len(people) if isinstance(people, list | tuple) else 1)))
+    return float(
+        len(run.steps)
+        * per_step
+        / (size * (len(people) if isinstance(people, list | tuple) else 1))
+    )
 
 
 @paired
@@ -105,7 +145,11 @@ def generalization(study: Study, pairing: Pairing) -> ClaimData:
     """Difference of held-out accuracy at the last shared evaluation."""
     finding = compare_accuracy(study, {"": pairing})
     passes = [r for r in (repeats(study.finished[name]) for name in pairing.names) if r is not None]
-    through = f"training went {min(passes):.2g} times through its set" if passes else "repeats are not known"
+    through = (
+        f"training went {min(passes):.2g} times through its set"
+        if passes
+        else "repeats are not known"
+    )
     if passes and min(passes) < 1:
         return replace(finding, missing=f"{through}: without repeats there can be no gap")
     away = study.differences(pairing, evaluated(GREEDY, split="unseen"))
@@ -135,9 +179,14 @@ def alignment(study: Study) -> ClaimData:
     pairings = {name: study.pairing(baseline=name) for name in required}
     finding = compare_accuracy(study, pairings)
     setting = f"{study.treatment} at {pairings[required[0]].setting or 'one setting'} against {' and '.join(required)}"
-    doses = {name: dose_of(study.alike(name).values(), name).rotation for name in (study.treatment, *required)}
+    doses = {
+        name: dose_of(study.alike(name).values(), name).rotation
+        for name in (study.treatment, *required)
+    }
     known = {name: angle for name, angle in doses.items() if angle is not None}
-    angles = "rotation of the update: " + ", ".join(f"{name} {angle:.3g}°" for name, angle in known.items())
+    angles = "rotation of the update: " + ", ".join(
+        f"{name} {angle:.3g}°" for name, angle in known.items()
+    )
     finding = replace(finding, notes=(*finding.notes, setting, *([angles] if known else [])))
     if finding.missing or len(known) < len(doses):
         return finding
@@ -155,7 +204,9 @@ def rates(study: Study) -> ClaimData:
     if not treated:
         return ClaimData(missing=f"no run of {method} to compare")
     main = most_common(sorted(study.setting_key(run) for _, run in treated))
-    ours = {run.seed: (name, run) for name, run in reversed(treated) if study.setting_key(run) == main}
+    ours = {
+        run.seed: (name, run) for name, run in reversed(treated) if study.setting_key(run) == main
+    }
     _, example = next(iter(ours.values()))
     own, ground = grid_settings(example).get(axis), study.setting_key(example, [GRID[axis]])
     pairs: dict[float, dict[Any, Pair]] = defaultdict(dict)
@@ -166,13 +217,21 @@ def rates(study: Study) -> ClaimData:
     if not pairs or own is None:
         return ClaimData(missing=f"no run of {study.baseline} to compare")
     tested = sorted(rate for rate, found in pairs.items() if len(found) >= FEWEST)
-    named = {f"{study.baseline} at lr {rate:g}": Pairing(tuple(pairs[rate].values())) for rate in tested}
+    named = {
+        f"{study.baseline} at lr {rate:g}": Pairing(tuple(pairs[rate].values())) for rate in tested
+    }
     finding = compare_accuracy(study, named)
-    sides = {"below": any(r < own for r in tested), "above": any(r > own for r in tested), "equal to": own in tested}
+    sides = {
+        "below": any(r < own for r in tested),
+        "above": any(r > own for r in tested),
+        "equal to": own in tested,
+    }
     if lacking := [side for side, there in sides.items() if not there]:
         why = f"no learning rate of {study.baseline} {' and '.join(lacking)} that of {method} ({own:g}) has"
         return replace(finding, missing=f"{why} {FEWEST} seeds in common with it")
-    return replace(finding, notes=(*finding.notes, f"{method} at lr {own:g} against {', '.join(named)}"))
+    return replace(
+        finding, notes=(*finding.notes, f"{method} at lr {own:g} against {', '.join(named)}")
+    )
 
 
 C7 = declared("C7", generalization, other=one_update.C7)

@@ -16,7 +16,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.measures import Dose
-from sharpscope.analysis.statistics import Interval, contrast_interval, mean_interval, sign_flip_p, smallest_sign_flip_p
+from sharpscope.analysis.statistics import (
+    Interval,
+    contrast_interval,
+    mean_interval,
+    sign_flip_p,
+    smallest_sign_flip_p,
+)
 from sharpscope.analysis.study import Pairing, Study
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import Reducer
@@ -74,18 +80,26 @@ class Statistic:
     @property
     def text(self) -> str:
         """The value with its unit, such as `+1.2 points`."""
-        unit = {"points": "points", "percent": "%", "log": "%"}.get(self.scale, "" if self.unit == "1" else self.unit)
+        unit = {"points": "points", "percent": "%", "log": "%"}.get(
+            self.scale, "" if self.unit == "1" else self.unit
+        )
         return f"{shown(self.value, self.scale)} {unit}".rstrip()
 
     def ends(self, interval: Interval | None) -> str:
         """An interval on this scale, such as `[-0.3, +2.7]`; empty without one."""
-        return "" if interval is None else f"[{shown(interval.low, self.scale)}, {shown(interval.high, self.scale)}]"
+        return (
+            ""
+            if interval is None
+            else f"[{shown(interval.low, self.scale)}, {shown(interval.high, self.scale)}]"
+        )
 
     @property
     def line(self) -> str:
         """Value, interval, p and n on one line."""
         few = "" if (self.n or 0) >= FEWEST else ", indicative"
-        interval = self.ends(self.interval) or f"{self.ends(self.t)} (t{few})" * (self.t is not None)
+        interval = self.ends(self.interval) or f"{self.ends(self.t)} (t{few})" * (
+            self.t is not None
+        )
         parts = [f"{self.text} {interval}".rstrip()]
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
         parts += [] if self.n is None else [f"n = {self.n}"]
@@ -97,7 +111,9 @@ class Statistic:
 
 def _numbers(values: Any) -> NDArray[np.float64]:
     """Numbers (n,), or the column `difference` of a frame."""
-    return np.asarray(values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64)
+    return np.asarray(
+        values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64
+    )
 
 
 def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> Statistic | None:
@@ -106,10 +122,14 @@ def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> 
     if not len(data):
         return None
     interval, t = contrast_interval(data), mean_interval(data)
-    return Statistic(name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), "", scale, t)
+    return Statistic(
+        name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), "", scale, t
+    )
 
 
-def is_shown(study: Study, values: Any, side: Literal["greater", "less"], shift: float = 0.0) -> bool:
+def is_shown(
+    study: Study, values: Any, side: Literal["greater", "less"], shift: float = 0.0
+) -> bool:
     """Whether a mean over clusters is shown to be above or below `shift`, one-sided at the study's level; False without values."""
     data = _numbers(values)
     return len(data) > 0 and sign_flip_p(data, side, shift) <= study.terms.level
@@ -221,11 +241,17 @@ class Claim:
     @property
     def key(self) -> str:
         """The name, with the version if this is the second one; declared margins are found by it."""
-        return self.name if self.other is not None or not self.version else f"{self.name} ({self.version})"
+        return (
+            self.name
+            if self.other is not None or not self.version
+            else f"{self.name} ({self.version})"
+        )
 
     def title_text(self, terms: ClaimsSpec) -> str:
         """The title with the methods compared."""
-        return self.title.replace("{treatment}", terms.treatment).replace("{baseline}", terms.baseline)
+        return self.title.replace("{treatment}", terms.treatment).replace(
+            "{baseline}", terms.baseline
+        )
 
     def margin_in(self, terms: ClaimsSpec) -> float:
         """The declared margin, or that of the rule."""
@@ -238,7 +264,9 @@ class Claim:
     def margin_of_parts(self, terms: ClaimsSpec) -> float:
         """The margin on the scale of the numbers tested."""
         margin = self.margin_in(terms)
-        return log_margin(margin, self.direction) if self.scale == "log" and self.direction else margin
+        return (
+            log_margin(margin, self.direction) if self.scale == "log" and self.direction else margin
+        )
 
     def test(self, finding: ClaimData, terms: ClaimsSpec) -> tuple[Statistic | None, Evidence, int]:
         """Effect, evidence and sample size."""
@@ -258,22 +286,38 @@ class Claim:
         weakest = max(tests, key=rank)
         data, frame = values[weakest], finding.parts[weakest]
         worst = int(np.argmin(sign * data))
-        cluster = ", ".join(f"{key} {frame[key].iloc[worst]}" for key in ("seed", "step", "batch") if key in frame)
+        cluster = ", ".join(
+            f"{key} {frame[key].iloc[worst]}" for key in ("seed", "step", "batch") if key in frame
+        )
         joined = every([*tests.values(), *finding.evidence])
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)
-        effect = mean_estimate(self.effect + f" against {weakest}" * bool(weakest), data, self.effect_unit, self.scale)
+        effect = mean_estimate(
+            self.effect + f" against {weakest}" * bool(weakest), data, self.effect_unit, self.scale
+        )
         assert effect is not None
         effect = replace(effect, median=float(np.median(data)), worst=(float(data[worst]), cluster))
-        return effect, joined, min([*map(len, values.values()), *([finding.n] if finding.n else [])])
+        return (
+            effect,
+            joined,
+            min([*map(len, values.values()), *([finding.n] if finding.n else [])]),
+        )
 
 
 _ENTRIES = package_yaml("sharpscope.analysis.claims", "claims.yaml")
 
 
-def declared(key: str, measure: Callable[[Study], ClaimData], *reducers: Reducer, other: Claim | None = None) -> Claim:
+def declared(
+    key: str, measure: Callable[[Study], ClaimData], *reducers: Reducer, other: Claim | None = None
+) -> Claim:
     """The claim `key` of claims.yaml with what measures it."""
-    return Claim(name=key.split(maxsplit=1)[0], measure=measure, reducers=reducers, other=other, **_ENTRIES[key])
+    return Claim(
+        name=key.split(maxsplit=1)[0],
+        measure=measure,
+        reducers=reducers,
+        other=other,
+        **_ENTRIES[key],
+    )
 
 
 @dataclass(frozen=True)
@@ -344,14 +388,29 @@ class Verdict:
     def details(self) -> list[str]:
         """Rule, numbers and remarks, one a line."""
         claim, effect, finding = self.claim, self.effect, self.finding
-        lines = [f"reason: {self.reason}", f"source: {claim.source}", f"rule: {claim.rule_text(self.terms)}"]
+        lines = [
+            f"reason: {self.reason}",
+            f"source: {claim.source}",
+            f"rule: {claim.rule_text(self.terms)}",
+        ]
         lines.append(f"level {100 * self.terms.level:g} %; n: {claim.unit}, at least {FEWEST}")
         if effect is not None:
-            t = "" if effect.t is None or effect.interval is None else f"; Student's t interval {effect.ends(effect.t)}"
+            t = (
+                ""
+                if effect.t is None or effect.interval is None
+                else f"; Student's t interval {effect.ends(effect.t)}"
+            )
             lines.append(f"effect: {effect.name}: {effect.line}{t}")
-        lines += [f"primary, {'' if self.confirmatory else 'not '}confirmatory"] if self.primary else []
-        lines += [f"condition: {text}: {'met' if met else 'not met'}" for text, met in finding.conditions]
-        lines += [f"also: {one.name}: {one.line}{f' ({one.note})' * bool(one.note)}" for one in self.others]
+        lines += (
+            [f"primary, {'' if self.confirmatory else 'not '}confirmatory"] if self.primary else []
+        )
+        lines += [
+            f"condition: {text}: {'met' if met else 'not met'}" for text, met in finding.conditions
+        ]
+        lines += [
+            f"also: {one.name}: {one.line}{f' ({one.note})' * bool(one.note)}"
+            for one in self.others
+        ]
         notes = [*finding.notes, *([] if finding.dose is None else [finding.dose.text])]
         return lines + [f"note: {note}" for note in notes]
 
@@ -380,7 +439,9 @@ class Verdict:
             "conditions": [{"text": text, "met": met} for text, met in finding.conditions],
             "dose": None if finding.dose is None else asdict(finding.dose),
             "notes": list(finding.notes),
-            "effect": None if self.effect is None else asdict(self.effect) | {"shown": self.effect.line},
+            "effect": None
+            if self.effect is None
+            else asdict(self.effect) | {"shown": self.effect.line},
             "others": [asdict(one) | {"shown": one.line} for one in self.others],
             "other": None if self.other is None else self.other.to_dict(),
         }
@@ -397,31 +458,52 @@ def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
     """
     effect, evidence, n = claim.test(finding, terms)
     dose, unmet = finding.dose, [text for text, met in finding.conditions if not met]
-    supports = evidence.p_supported is not None and evidence.p_supported <= terms.level and evidence.as_claimed
+    supports = (
+        evidence.p_supported is not None
+        and evidence.p_supported <= terms.level
+        and evidence.as_claimed
+    )
     verdict: Outcome = "untestable"
     if finding.missing:
         reason = finding.missing
     elif why := too_few(claim, n, evidence, terms.level):
         reason = why
-    elif claim.compares and dose is not None and dose.rotation is not None and dose.rotation < terms.least_rotation:
+    elif (
+        claim.compares
+        and dose is not None
+        and dose.rotation is not None
+        and dose.rotation < terms.least_rotation
+    ):
         reason = f"{dose.text}; the rule needs {terms.least_rotation:g}°"
     elif effect is None or not math.isfinite(effect.value):
         reason = "the effect cannot be computed from what was recorded"
     elif finding.undecided:
         verdict, reason = "inconclusive", finding.undecided
     elif evidence.p_refuted is not None and evidence.p_refuted <= terms.level:
-        verdict, reason = "refuted", "the claimed effect is excluded at the margin stated beforehand"
+        verdict, reason = (
+            "refuted",
+            "the claimed effect is excluded at the margin stated beforehand",
+        )
         if supports:
-            reason = "the effect exists, but is shown to be smaller than the margin stated beforehand"
+            reason = (
+                "the effect exists, but is shown to be smaller than the margin stated beforehand"
+            )
     elif not supports:
         verdict = "inconclusive"
         reason = "neither the absence of the claimed effect nor an effect of the size that matters is excluded"
     elif unmet:
         verdict = "inconclusive"
-        reason = f"the test supports the claim, but these conditions are not met: {'; '.join(unmet)}"
+        reason = (
+            f"the test supports the claim, but these conditions are not met: {'; '.join(unmet)}"
+        )
     else:
-        verdict, reason = "supported", "the test rejects that there is no such effect, and every stated condition holds"
-    return Verdict(claim, finding, terms, verdict, reason, effect, evidence, n, p_adjusted=evidence.p_supported)
+        verdict, reason = (
+            "supported",
+            "the test rejects that there is no such effect, and every stated condition holds",
+        )
+    return Verdict(
+        claim, finding, terms, verdict, reason, effect, evidence, n, p_adjusted=evidence.p_supported
+    )
 
 
 def clusters_needed(level: float, parts: int = 1) -> int:
@@ -438,7 +520,10 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
     if n < FEWEST:
         return f"{n} {unit}; the rule needs {FEWEST}: {FEWEST - n} more"
     tests, sizes = len(evidence.sizes), evidence.sizes or (n,)
-    least = {"supported": smallest_sign_flip_p(min(sizes)), "refuted": tests * smallest_sign_flip_p(max(sizes), "less")}
+    least = {
+        "supported": smallest_sign_flip_p(min(sizes)),
+        "refuted": tests * smallest_sign_flip_p(max(sizes), "less"),
+    }
     for verdict, smallest in least.items():
         if smallest > level:
             text = f"{n} {unit} can give no p below {min(1.0, smallest):.3g} for {verdict}, the rule needs {level:g}"
@@ -454,8 +539,13 @@ def paired(measure: Callable[[Study, Pairing], ClaimData]) -> Callable[[Study], 
         pairing = study.pairing()
         if pairing.missing:
             return ClaimData(missing=pairing.missing)
-        notes = [f"{study.treatment} against {study.baseline}" + f" at {pairing.setting}" * bool(pairing.setting)]
-        notes += [f"{pairing.left_out} pairs of other settings are not used"] * bool(pairing.left_out)
+        notes = [
+            f"{study.treatment} against {study.baseline}"
+            + f" at {pairing.setting}" * bool(pairing.setting)
+        ]
+        notes += [f"{pairing.left_out} pairs of other settings are not used"] * bool(
+            pairing.left_out
+        )
         found = measure(study, pairing)
         return replace(found, notes=(*found.notes, *notes))
 

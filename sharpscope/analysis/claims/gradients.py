@@ -59,7 +59,10 @@ def _of_norms(measure: Callable[[NDArray[np.float64]], float | None]) -> PairMea
 
     def _both(first: Run, second: Run) -> tuple[float | None, float | None]:
         steps = min(len(first.steps), len(second.steps))
-        norms = [run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps] for run in (first, second)]
+        norms = [
+            run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps]
+            for run in (first, second)
+        ]
         return measure(norms[0]), measure(norms[1])
 
     return _both
@@ -74,7 +77,9 @@ def smoothness(study: Study, pairing: Pairing) -> ClaimData:
     spikes = study.differences(pairing, _of_norms(spike_rate))
     return ClaimData(
         parts={"": rough},
-        conditions=(("spikes are not shown to be more frequent", not is_shown(study, spikes, "greater")),),
+        conditions=(
+            ("spikes are not shown to be more frequent", not is_shown(study, spikes, "greater")),
+        ),
         others=(mean_estimate("spike rate", spikes, "share of steps", "points"),),
     )
 
@@ -120,8 +125,13 @@ def prediction_frame(study: Study) -> pd.DataFrame:
         for before, after in itertools.pairwise(measured.index.astype(int)):
             between = range(before + 1, after + 1)
             if all(step in push and step in steps.index for step in between):
-                predicted = sum(float(steps["lr"][step] * steps["updates"][step]) * push[step] for step in between)
-                rows.append((name, run.seed, after, predicted, float(measured[after] - measured[before])))
+                predicted = sum(
+                    float(steps["lr"][step] * steps["updates"][step]) * push[step]
+                    for step in between
+                )
+                rows.append(
+                    (name, run.seed, after, predicted, float(measured[after] - measured[before]))
+                )
     frame = pd.DataFrame(rows, columns=["run", "seed", "step", "predicted", "measured"])
     numbers = frame[["predicted", "measured"]].to_numpy(dtype=float)
     return frame[np.isfinite(numbers).all(axis=1)]
@@ -142,13 +152,19 @@ def partial_correlation(
 def drift(run: Run) -> float | None:
     """ln(H at the last measurement / H at the first) at fixed tokens: negative where entropy falls."""
     entropy = fixed_entropy(run).to_numpy(dtype=float)
-    return math.log(entropy[-1] / entropy[0]) if len(entropy) > 1 and min(entropy[0], entropy[-1]) > 0 else None
+    return (
+        math.log(entropy[-1] / entropy[0])
+        if len(entropy) > 1 and min(entropy[0], entropy[-1]) > 0
+        else None
+    )
 
 
 def entropy(study: Study) -> ClaimData:
     """Drift of entropy under covariance-aware weights, and the correlation of predicted and measured change within a run."""
     frame = prediction_frame(study)
-    drifts = study.differences(study.pairing(STABLE), lambda first, second: (drift(first), drift(second)))
+    drifts = study.differences(
+        study.pairing(STABLE), lambda first, second: (drift(first), drift(second))
+    )
     columns = ["predicted", "measured", "step"]
     found = [
         (rows["seed"].iloc[0], partial_correlation(*rows[columns].to_numpy(float).T))
@@ -156,7 +172,11 @@ def entropy(study: Study) -> ClaimData:
     ]
     by_run = pd.DataFrame(found, columns=["seed", "r"]).astype({"r": float})
     by_seed = by_run.groupby("seed")["r"].mean().dropna().to_numpy()
-    others = (mean_estimate("partial correlation of predicted and measured change", by_seed, "correlation"),)
+    others = (
+        mean_estimate(
+            "partial correlation of predicted and measured change", by_seed, "correlation"
+        ),
+    )
     if not len(by_seed):
         return ClaimData(missing=_unmeasured(study), others=others)
     if not len(drifts):
@@ -168,7 +188,9 @@ def entropy(study: Study) -> ClaimData:
         parts={"": drifts},
         evidence=(directional(by_seed, "higher", CORRELATION),),
         n=len(by_seed),
-        conditions=((f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),),
+        conditions=(
+            (f"the mean drift under {STABLE} is closer to 0 than under {study.baseline}", closer),
+        ),
         others=others,
         notes=(f"{len(frame)} changes of entropy in {frame['run'].nunique()} runs",),
         dose=dose_of(study.alike(STABLE).values(), STABLE),
@@ -194,14 +216,19 @@ LOW, HIGH = 0.25, 0.9
 
 
 def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
-    pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(np.float64)
+    pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(
+        np.float64
+    )
     pull = pull * inverse_inclusion(tokens)
     weight = tokens["weight"].astype(np.float64)
     good = np.isfinite(pull) & np.isfinite(weight) & (weight > 0) & (pull > 0)
     if not good.any():
         return None
     pull, logp = pull[good], tokens["logp"][good]
-    parts = {"lucky": (logp < np.log(LOW)) & (tokens["advantage"][good] > 0), "confident": logp > np.log(HIGH)}
+    parts = {
+        "lucky": (logp < np.log(LOW)) & (tokens["advantage"][good] > 0),
+        "confident": logp > np.log(HIGH),
+    }
     return {name: float(pull[chosen].sum() / pull.sum()) for name, chosen in parts.items()}
 
 
@@ -216,7 +243,9 @@ def _between(study: Study, pairing: Pairing, kind: str) -> pd.DataFrame:
         shares[result.run][result.step] = result.values[kind]
     rows = []
     for pair in pairing.pairs:
-        both = pd.DataFrame({"baseline": shares[pair.baseline], "treatment": shares[pair.treatment]}).dropna()
+        both = pd.DataFrame(
+            {"baseline": shares[pair.baseline], "treatment": shares[pair.treatment]}
+        ).dropna()
         rows += [{"seed": pair.seed, **both.mean()}] if len(both) else []
     return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
 
@@ -231,7 +260,9 @@ def lucky_spikes(study: Study, pairing: Pairing) -> ClaimData:
     kept = is_shown(study, sure, "greater", -log_margin(margin, "lower"))
     return ClaimData(
         parts={"": lucky},
-        conditions=((f"confident tokens are shown to lose less than {margin:.0%} of their share", kept),),
+        conditions=(
+            (f"confident tokens are shown to lose less than {margin:.0%} of their share", kept),
+        ),
         others=(mean_estimate("confident tokens' gradient share", sure, C13.effect_unit, "log"),),
         notes=(f"lucky: π < {LOW:g} and A > 0; confident: π > {HIGH:g}",),
     )
@@ -265,13 +296,15 @@ def _violations(tokens: Columns, run: Run) -> dict[str, float] | None:
     if not seen.any():
         return None
     logp = tokens["logp"][seen].astype(np.float64)
-    logit = np.nan_to_num(tokens["logit"][seen].astype(np.float64), nan=32.0)  # not recorded: allow for a large one
+    # not recorded: allow for a large one
+    logit = np.nan_to_num(tokens["logit"][seen].astype(np.float64), nan=32.0)
     rest = complement(logp)
     # float32's rounding of 1 − π: ln π is a difference of numbers of the size of the logits over T
     temperature = float((run.config.get("rollout") or {}).get("temperature") or 1.0)
     slack = 4 * EPSILON * (1 + np.abs(logit) / temperature + np.abs(logp))
     vocabulary = run.info.get("vocabulary") or 0
-    factor = np.sqrt(vocabulary / (vocabulary - 1)) if vocabulary > 1 else 1.0  # the limit where V is not known
+    # the limit where V is not known
+    factor = np.sqrt(vocabulary / (vocabulary - 1)) if vocabulary > 1 else 1.0
     below = norm[seen] * (1 + 1e-5) < factor * (rest - slack)
     above = norm[seen] * (1 - 1e-5) > np.sqrt(2) * (rest + slack)
     return {"tokens": int(seen.sum()), "below": int(below.sum()), "above": int(above.sum())}
@@ -285,7 +318,11 @@ def logit_bounds(study: Study) -> Check:
     title = "a token's logit gradient lies between (1 − π) and √2·(1 − π)"
     results = study.results(BOUNDS.name, study.finished)
     if not results:
-        return Check("C1", title, None, "no token rows with logit_grad_norm (recording.tokens_every)")
-    tokens, below, above = (sum(int(r.values[key]) for r in results) for key in ("tokens", "below", "above"))
+        return Check(
+            "C1", title, None, "no token rows with logit_grad_norm (recording.tokens_every)"
+        )
+    tokens, below, above = (
+        sum(int(r.values[key]) for r in results) for key in ("tokens", "below", "above")
+    )
     text = f"{tokens:,} tokens, {below} below and {above} above beyond rounding"
     return Check("C1", title, below + above == 0, text)

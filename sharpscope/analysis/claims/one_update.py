@@ -14,7 +14,7 @@ import pandas as pd
 from sharpscope.analysis.claims.base import ClaimData, declared
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.study import Study
-from sharpscope.config import control_label
+from sharpscope.methods import control_label
 from sharpscope.traces import MAX_SATURATION
 
 FEWEST_STATES = 6
@@ -33,9 +33,17 @@ def outcomes(study: Study, outcome: str, comparison: str = "kl") -> pd.DataFrame
     runs = study.alike(*study.methods) if study.reference is not None else study.runs
     for name, run in runs.items():
         if len(rows := run.forks):
-            of = (rows["outcome"] == outcome) & (rows["comparison"] == comparison) & ~rows["valid"].eq(False)
+            of = (
+                (rows["outcome"] == outcome)
+                & (rows["comparison"] == comparison)
+                & ~rows["valid"].eq(False)
+            )
             parts += [rows[of].assign(run=name)[columns]] if of.any() else []
-    return pd.concat(parts, ignore_index=True).dropna(subset="value") if parts else pd.DataFrame(columns=columns)
+    return (
+        pd.concat(parts, ignore_index=True).dropna(subset="value")
+        if parts
+        else pd.DataFrame(columns=columns)
+    )
 
 
 def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
@@ -45,8 +53,12 @@ def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
     """
     rows = outcomes(study, outcome)
     rows = rows.assign(change=rows["value"] - rows["start"])
-    mine, other = (rows[rows["arm"] == name].set_index(KEY)[["value", "change"]] for name in (arm, rival))
-    both = mine.join(other.rename(columns={"value": "rival", "change": "rival_change"}), how="inner").reset_index()
+    mine, other = (
+        rows[rows["arm"] == name].set_index(KEY)[["value", "change"]] for name in (arm, rival)
+    )
+    both = mine.join(
+        other.rename(columns={"value": "rival", "change": "rival_change"}), how="inner"
+    ).reset_index()
     gain = rows.loc[rows["arm"] == rows["reference"], "change"].mean()
     return both.assign(gain=abs(float(gain)) if len(rows) else np.nan)
 
@@ -73,7 +85,9 @@ def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, *notes: str
 
 def _nothing(study: Study, outcome: str, arm: str, *rivals: str) -> ClaimData:
     command = f"{COMMAND} {','.join(dict.fromkeys([study.baseline, arm, *rivals]))}"
-    return ClaimData(missing=f"no counterfactual update measures {outcome} of {arm} and {rivals[0]} ({command})")
+    return ClaimData(
+        missing=f"no counterfactual update measures {outcome} of {arm} and {rivals[0]} ({command})"
+    )
 
 
 def _changes(study: Study, arm: str, *rivals: str, outcome: str = "heldout_failure") -> ClaimData:
@@ -81,7 +95,9 @@ def _changes(study: Study, arm: str, *rivals: str, outcome: str = "heldout_failu
     parts = {}
     for number, rival in enumerate(rivals):
         frame = paired(study, arm, rival, outcome)
-        frame = clusters(frame.assign(share=(frame["change"] - frame["rival_change"]) / frame["gain"]), "share")
+        frame = clusters(
+            frame.assign(share=(frame["change"] - frame["rival_change"]) / frame["gain"]), "share"
+        )
         if not len(frame):
             return _nothing(study, outcome, arm, *rivals[number:], *rivals[:number])
         parts["" if len(rivals) == 1 else rival] = frame
@@ -103,13 +119,19 @@ def _sharpness(study: Study) -> ClaimData:
         limit = f"the limit is {MAX_SATURATION:g}; fork with a smaller radius"
         why = f"sharpness is saturated: {most.median():.2f} of the largest possible rise, {limit}"
         return ClaimData(missing=why, dose=dose(study, arm))
-    parts = {"": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")}
+    parts = {
+        "": clusters(frame.assign(ratio=np.log((units[0] / units[1])[fit].astype(float))), "ratio")
+    }
     left_out = f"{(~fit).sum()} of {len(frame)} batches are saturated and left out"
     return _finding(study, parts, arm, *([] if fit.all() else [left_out]))
 
 
 def _alignment(study: Study) -> ClaimData:
-    return _changes(study, study.treatment, *(control_label(study.treatment, c) for c in ("reverse", "shuffled")))
+    return _changes(
+        study,
+        study.treatment,
+        *(control_label(study.treatment, c) for c in ("reverse", "shuffled")),
+    )
 
 
 def unlikely(study: Study) -> ClaimData:
@@ -124,15 +146,25 @@ def unlikely(study: Study) -> ClaimData:
     highs = [arm for arm in chosen if "side=high" in arm] + ["high"] * ("high" in arms)
     low, high = [*lows, name][0], [*highs, f"{name}+tokens.side=high"][0]
     frame = paired(study, low, high, "heldout_failure")
-    gained, more = frame["change"] / frame["gain"], (frame["change"] - frame["rival_change"]) / frame["gain"]
-    parts = {n: clusters(frame.assign(share=values), "share") for n, values in (("the start", gained), (high, more))}
+    gained, more = (
+        frame["change"] / frame["gain"],
+        (frame["change"] - frame["rival_change"]) / frame["gain"],
+    )
+    parts = {
+        n: clusters(frame.assign(share=values), "share")
+        for n, values in (("the start", gained), (high, more))
+    }
     if not len(parts["the start"]):
         arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"
-        return ClaimData(missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})")
+        return ClaimData(
+            missing=f"no counterfactual update with the unlikely tokens alone ({COMMAND} {arms_text})"
+        )
     return replace(_finding(study, parts, low, f"arms {low} and {high}"), dose=None)
 
 
 C4 = declared("C4 (one update)", _sharpness)
 C7 = declared("C7 (one update)", lambda study: _changes(study, study.treatment, study.baseline))
 C10 = declared("C10 (one update)", _alignment)
-C12 = declared("C12 (one update)", lambda study: _changes(study, "cov-grpo", study.baseline, outcome="entropy"))
+C12 = declared(
+    "C12 (one update)", lambda study: _changes(study, "cov-grpo", study.baseline, outcome="entropy")
+)

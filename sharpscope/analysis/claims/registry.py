@@ -35,7 +35,12 @@ _CLAIMS = (
     *(tokens.C9, accuracy.C10, gradients.C12, gradients.C13, accuracy.C14),
 )
 CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _CLAIMS}
-VERSIONS = {version.key: version for claim in _CLAIMS for version in (claim, claim.other) if version is not None}
+VERSIONS = {
+    version.key: version
+    for claim in _CLAIMS
+    for version in (claim, claim.other)
+    if version is not None
+}
 REDUCERS = (BOUNDS, *(reducer for claim in _CLAIMS for reducer in claim.reducers))
 """Everything that claims need of whole token tables, and that a reduced copy of a run keeps in their place."""
 
@@ -49,9 +54,13 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     (Maurer, Hothorn and Lehmacher 1995), for `supported` and for `refuted` separately.
     """
     names, order = claim_names(names), study.terms.order
-    claims = {n: c for n, c in CLAIMS.items() if n in names or (n in order and set(names) & set(order))}
+    claims = {
+        n: c for n, c in CLAIMS.items() if n in names or (n in order and set(names) & set(order))
+    }
     checked = [BOUNDS] if "C1" in names else []
-    study.read_tokens([*checked, *(reducer for claim in claims.values() for reducer in claim.reducers)])
+    study.read_tokens(
+        [*checked, *(reducer for claim in claims.values() for reducer in claim.reducers)]
+    )
     left = [name for name in study.runs if name not in study.finished]
     listed = ", ".join(left[:5]) + " …" * (len(left) > 5)
     unfinished = (f"{len(left)} unfinished runs are left out: {listed}",) * bool(left)
@@ -62,24 +71,36 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
             return None
         found = claim.measure(study)
         if claim.compares and found.dose is None:
-            found = replace(found, dose=dose_of(study.alike(study.treatment).values(), study.treatment))
+            found = replace(
+                found, dose=dose_of(study.alike(study.treatment).values(), study.treatment)
+            )
         found = replace(found, notes=(*found.notes, *unfinished))
         return replace(decide(claim, found, study.terms), other=verdict(claim.other))
 
-    result = {name: found for name, claim in claims.items() if (found := verdict(claim)) is not None}
+    result = {
+        name: found for name, claim in claims.items() if (found := verdict(claim)) is not None
+    }
     largest, before = 0.0, set[str]()
     for name in order:
         if name in result:
             found = result[name]
             before.add(found.verdict)
             largest = max(largest, 1.0 if found.p_value is None else found.p_value)
-            adjusted, alike = None if found.p_value is None else largest, before in ({"supported"}, {"refuted"})
+            adjusted, alike = (
+                None if found.p_value is None else largest,
+                before in ({"supported"}, {"refuted"}),
+            )
             result[name] = replace(found, p_adjusted=adjusted, confirmatory=alike)
-    return [result[name] for name in names if name in result], [logit_bounds(study) for _ in checked]
+    return [result[name] for name in names if name in result], [
+        logit_bounds(study) for _ in checked
+    ]
 
 
 def study_of(
-    runs: Runs, baseline: str = "grpo", treatment: str | None = None, terms: ClaimsSpec | None = None
+    runs: Runs,
+    baseline: str = "grpo",
+    treatment: str | None = None,
+    terms: ClaimsSpec | None = None,
 ) -> Study:
     """The runs laid out for comparing two methods, by their names in run.json; `terms` None: the rules' margins, level and order.
 
@@ -112,7 +133,11 @@ def claim_names(claims: Sequence[str] | None) -> list[str]:
         UserError: an unknown claim.
     """
     known = ["C1", *CLAIMS]
-    wanted = known if claims is None else [name.upper() for name in ([claims] if isinstance(claims, str) else claims)]
+    wanted = (
+        known
+        if claims is None
+        else [name.upper() for name in ([claims] if isinstance(claims, str) else claims)]
+    )
     for name in wanted:
         if name not in known:
             raise UserError(f"claim {name}: no such claim{nearest(name, known)}")
@@ -135,7 +160,12 @@ def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, 
         }
         for key, claim in VERSIONS.items()
     }
-    rules = {"baseline": terms.baseline, "treatment": terms.treatment, "level": terms.level, "order": list(terms.order)}
+    rules = {
+        "baseline": terms.baseline,
+        "treatment": terms.treatment,
+        "level": terms.level,
+        "order": list(terms.order),
+    }
     return {**rules, **({} if radius is None else {"radius": radius}), "claims": claims}
 
 
@@ -145,13 +175,20 @@ def check_terms(terms: ClaimsSpec) -> None:
     Raises:
         UserError: names the field.
     """
-    for field, given, known in (("order", terms.order, CLAIMS), ("margins", tuple(terms.margins), VERSIONS)):
+    for field, given, known in (
+        ("order", terms.order, CLAIMS),
+        ("margins", tuple(terms.margins), VERSIONS),
+    ):
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise UserError(f"claims.{field}: {unknown[0]} is no claim; give one of {', '.join(known)}")
+            raise UserError(
+                f"claims.{field}: {unknown[0]} is no claim; give one of {', '.join(known)}"
+            )
     for name, margin in terms.margins.items():
         if VERSIONS[name].scale == "points" and margin >= 1:
-            raise UserError(f"claims.margins: {name} is {margin:g}; give a share below 1: 0.02 is two points")
+            raise UserError(
+                f"claims.margins: {name} is {margin:g}; give a share below 1: 0.02 is two points"
+            )
 
 
 def rules_hash(rules: Mapping[str, Any]) -> str:
@@ -180,7 +217,9 @@ def declare(study: Path, rules: Mapping[str, Any], why: str = "") -> tuple[str, 
         return f"unchanged since it was declared; SHA-256 {digest}", []
     changed = differences(states[-1]["rules"], rules) if states else []
     if states and not why:
-        raise UserError(f"{file}: declared on {states[-1]['declared']} with other rules ({_few(changed)}); give --why")
+        raise UserError(
+            f"{file}: declared on {states[-1]['declared']} with other rules ({_few(changed)}); give --why"
+        )
     state = {"declared": now(), "version": __version__, "hash": digest, "rules": dict(rules)}
     states.append(state | ({"why": why, "changed": changed} if why else {}))
     write_atomic(file, json.dumps(states, indent=2, ensure_ascii=False) + "\n")
@@ -199,7 +238,10 @@ def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
     states = _states(file)
     last = states[-1]
     parts = [f"Declared on {states[0]['declared']}"]
-    parts += [f"changed on {s['declared']}: {'; '.join(s['changed'])} (why: {s['why']})" for s in states[1:]]
+    parts += [
+        f"changed on {s['declared']}: {'; '.join(s['changed'])} (why: {s['why']})"
+        for s in states[1:]
+    ]
     if last["hash"] != rules_hash(rules):
         parts.append(f"NOT the rules used here: {_few(differences(last['rules'], rules))}")
     elif len(states) == 1:
@@ -208,14 +250,19 @@ def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
     declared = datetime.fromisoformat(str(last["declared"])).timestamp()
     early = sum(datetime.fromisoformat(moment).timestamp() < declared for moment in started)
     which = "last " if len(states) > 1 else ""
-    return f"{'; '.join(parts)}. {early} of {len(started)} runs started before the {which}declaration."
+    return (
+        f"{'; '.join(parts)}. {early} of {len(started)} runs started before the {which}declaration."
+    )
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
     """One line for each field that differs."""
     old, new = flat(before), flat(after)
     fields = [field for field in dict.fromkeys([*old, *new]) if old.get(field) != new.get(field)]
-    return [f"{field}: {' → '.join(printable(one.get(field, 'absent'), 60) for one in (old, new))}" for field in fields]
+    return [
+        f"{field}: {' → '.join(printable(one.get(field, 'absent'), 60) for one in (old, new))}"
+        for field in fields
+    ]
 
 
 def _few(lines: list[str]) -> str:
@@ -226,11 +273,15 @@ def _states(file: Path) -> list[dict[str, Any]]:
     """The declarations in a file; refused where one does not fit its hash."""
     try:
         states = json.loads(file.read_text(encoding="utf-8"))
-        intact = bool(states) and all(state["hash"] == rules_hash(state["rules"]) for state in states)
+        intact = bool(states) and all(
+            state["hash"] == rules_hash(state["rules"]) for state in states
+        )
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: is not a declaration; restore it") from error
     if not intact:
-        raise UserError(f"{file}: the rules do not fit their hash, so they were edited; restore the file")
+        raise UserError(
+            f"{file}: the rules do not fit their hash, so they were edited; restore the file"
+        )
     return list(states)
 
 
@@ -250,14 +301,22 @@ def verdict_table(verdicts: Iterable[Verdict]) -> pd.DataFrame:
     rows = []
     for verdict in (v for one in verdicts for v in one.versions):
         effect = verdict.effect
-        mark = "" if not verdict.primary else " (primary, confirmatory)" if verdict.confirmatory else " (primary)"
+        mark = (
+            ""
+            if not verdict.primary
+            else " (primary, confirmatory)"
+            if verdict.confirmatory
+            else " (primary)"
+        )
         rows.append(
             {
                 "claim": verdict.name,
                 "verdict": verdict.verdict,
                 "title": verdict.title + mark,
                 "effect": "–" if effect is None else effect.text,
-                "95 % interval": "–" if effect is None else effect.ends(effect.interval or effect.t) or "–",
+                "95 % interval": "–"
+                if effect is None
+                else effect.ends(effect.interval or effect.t) or "–",
                 "p": number(verdict.p_value),
                 "n": verdict.n,
             }
@@ -267,24 +326,56 @@ def verdict_table(verdicts: Iterable[Verdict]) -> pd.DataFrame:
 
 def claims_json(verdicts: Sequence[Verdict]) -> str:
     """The verdicts as a JSON array (see `Verdict.to_dict`); no NaN in it."""
-    return json.dumps([verdict.to_dict() for verdict in verdicts], indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return (
+        json.dumps(
+            [verdict.to_dict() for verdict in verdicts],
+            indent=2,
+            ensure_ascii=False,
+            allow_nan=False,
+        )
+        + "\n"
+    )
 
 
-def claims_markdown(verdicts: Sequence[Verdict], checks: Sequence[Check] = (), declared: str = UNDECLARED) -> str:
+def claims_markdown(
+    verdicts: Sequence[Verdict], checks: Sequence[Check] = (), declared: str = UNDECLARED
+) -> str:
     """The verdicts as Markdown: one table, then each claim with rule and numbers; `declared`: what is known of the rules."""
     table = verdict_table(verdicts).map(escape_markdown)
     rows = [list(table.columns), ["---"] * len(table.columns), *table.to_numpy().tolist()]
-    lines = ["# Claims", "", LIMITS, "", escape_markdown(declared), "", *(f"| {' | '.join(row)} |" for row in rows)]
+    lines = [
+        "# Claims",
+        "",
+        LIMITS,
+        "",
+        escape_markdown(declared),
+        "",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
     for verdict in (v for one in verdicts for v in one.versions):
-        lines += ["", f"## {verdict.name}: {escape_markdown(verdict.title)}", "", f"**{verdict.verdict}**", ""]
+        lines += [
+            "",
+            f"## {verdict.name}: {escape_markdown(verdict.title)}",
+            "",
+            f"**{verdict.verdict}**",
+            "",
+        ]
         lines += [f"- {escape_markdown(line)}" for line in verdict.details()]
     if checks:
-        lines += ["", "## Checks of the recording", "", *(f"- {escape_markdown(check.line())}" for check in checks)]
+        lines += [
+            "",
+            "## Checks of the recording",
+            "",
+            *(f"- {escape_markdown(check.line())}" for check in checks),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def write_claims(
-    verdicts: Sequence[Verdict], out: str | Path, checks: Sequence[Check] = (), declared: str = UNDECLARED
+    verdicts: Sequence[Verdict],
+    out: str | Path,
+    checks: Sequence[Check] = (),
+    declared: str = UNDECLARED,
 ) -> list[Path]:
     """Write claims.json and claims.md into `out`; returns both paths.
 
@@ -292,7 +383,10 @@ def write_claims(
         UserError: if the folder cannot be made.
     """
     folder = output_folder(out)
-    texts = {"claims.json": claims_json(verdicts), "claims.md": claims_markdown(verdicts, checks, declared)}
+    texts = {
+        "claims.json": claims_json(verdicts),
+        "claims.md": claims_markdown(verdicts, checks, declared),
+    }
     for name, text in texts.items():
         write_atomic(folder / name, text)
     return [folder / name for name in texts]
@@ -300,14 +394,30 @@ def write_claims(
 
 def claim_sections(runs: Runs) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
-    from sharpscope.analysis.figures import paired_dots  # matplotlib, which `study claims` does not need
+    from sharpscope.analysis.figures import (
+        paired_dots,  # matplotlib, which `study claims` does not need
+    )
 
     verdicts, checked = judge(study_of(runs))
-    sections = [Section("Claims", verdict_table(verdicts), f"{LIMITS} {UNDECLARED}", "Claims", "claims")]
-    sections.append(Section("Checks of the recording", "\n".join(check.line() for check in checked), "", "Claims"))
+    sections = [
+        Section("Claims", verdict_table(verdicts), f"{LIMITS} {UNDECLARED}", "Claims", "claims")
+    ]
+    sections.append(
+        Section(
+            "Checks of the recording", "\n".join(check.line() for check in checked), "", "Claims"
+        )
+    )
     for verdict in (v for one in verdicts for v in one.versions):
-        sections.append(Section(f"{verdict.name}: {verdict.verdict}", "\n".join(verdict.details()), "", "Claims"))
-        if verdict.claim.direction is not None and verdict.finding.parts and not verdict.finding.missing:
+        sections.append(
+            Section(
+                f"{verdict.name}: {verdict.verdict}", "\n".join(verdict.details()), "", "Claims"
+            )
+        )
+        if (
+            verdict.claim.direction is not None
+            and verdict.finding.parts
+            and not verdict.finding.missing
+        ):
             name = f"{verdict.claim.name.lower()}{'' if verdict.claim.key == verdict.claim.name else '_2'}"
             caption = f"{verdict.title}: {verdict.verdict}. A dot for each of {verdict.n} {verdict.claim.unit}; dashed: the margin."
             sections.append(Section("", paired_dots(verdict), caption, "Claims", name))
@@ -329,7 +439,9 @@ NOTE = (
 )
 
 
-def student_power(deviation: float, margin: float, n: int, level: float, parts: int = 1) -> tuple[float, float]:
+def student_power(
+    deviation: float, margin: float, n: int, level: float, parts: int = 1
+) -> tuple[float, float]:
     """(chance of `supported` with the effect at the margin, of `refuted` without an effect) for n ≥ 2 pairs, deviation > 0.
 
     Two-sided at `level` and one-sided at level/parts; several parts must all support, as if they were independent.
@@ -342,7 +454,9 @@ def student_power(deviation: float, margin: float, n: int, level: float, parts: 
 def pairs_needed(deviation: float, margin: float, level: float, parts: int = 1) -> int | None:
     """The fewest pairs, at least RECOMMENDED, at which both chances reach TARGET; None if more than MOST."""
     sizes = range(max(RECOMMENDED, clusters_needed(level, parts)), MOST + 1)
-    return next((n for n in sizes if min(student_power(deviation, margin, n, level, parts)) >= TARGET), None)
+    return next(
+        (n for n in sizes if min(student_power(deviation, margin, n, level, parts)) >= TARGET), None
+    )
 
 
 def deviation_interval(deviation: float, n: int) -> tuple[float, float]:
@@ -356,13 +470,21 @@ def powers_of(verdicts: Iterable[Verdict]) -> list[dict[str, str]]:
     rows = []
     for verdict in (v for one in verdicts for v in one.versions if v.claim.direction is not None):
         claim, found, level = verdict.claim, verdict.finding.parts.values(), verdict.terms.level
-        deviation = max((float(frame["difference"].astype(float).std(ddof=1)) for frame in found), default=0.0)
+        deviation = max(
+            (float(frame["difference"].astype(float).std(ddof=1)) for frame in found), default=0.0
+        )
         if not deviation > 0 or (pilot := min(map(len, found))) < 2:
             continue
-        parts, margin = len(found) + len(verdict.finding.evidence), claim.margin_of_parts(verdict.terms)
+        parts, margin = (
+            len(found) + len(verdict.finding.evidence),
+            claim.margin_of_parts(verdict.terms),
+        )
         unit = {"points": "points", "percent": "%", "log": "% (ln)"}.get(claim.scale, "")
         low, high = deviation_interval(deviation, pilot)
-        ends = [f"{(1 if claim.scale == 'plain' else 100) * value:.3g}" for value in (deviation, low, high)]
+        ends = [
+            f"{(1 if claim.scale == 'plain' else 100) * value:.3g}"
+            for value in (deviation, low, high)
+        ]
         chances = student_power(deviation, margin, pilot, level, parts)
         needed = [pairs_needed(value, margin, level, parts) for value in (deviation, high)]
         pairs = dict.fromkeys(f"over {MOST:,}" if n is None else f"{n:,}" for n in needed)

@@ -18,7 +18,14 @@ import pandas as pd
 from scipy.stats import kendalltau
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import ClaimData, Statistic, declared, is_shown, mean_estimate, paired
+from sharpscope.analysis.claims.base import (
+    ClaimData,
+    Statistic,
+    declared,
+    is_shown,
+    mean_estimate,
+    paired,
+)
 from sharpscope.analysis.measures import (
     FUNCTIONAL,
     SMOOTHING,
@@ -41,7 +48,11 @@ MEASURES = {"sam": "SAM", "asam": "adaptive (ASAM)"}
 def _same_reward(runs: Sequence[Run], curves: Sequence[pd.DataFrame]) -> list[int]:
     """The probed steps at which each of two runs first reached the highest reward that both reached; none without rewards."""
     rewards = [
-        by_step(run)["reward_mean"].rolling(SMOOTHING, min_periods=1).mean().reindex(curve.index).dropna()
+        by_step(run)["reward_mean"]
+        .rolling(SMOOTHING, min_periods=1)
+        .mean()
+        .reindex(curve.index)
+        .dropna()
         for run, curve in zip(runs, curves, strict=True)
     ]
     if any(not len(reward) for reward in rewards):
@@ -50,12 +61,21 @@ def _same_reward(runs: Sequence[Run], curves: Sequence[pd.DataFrame]) -> list[in
     return [int(reward.index[int(np.argmax(reward.to_numpy() >= level))]) for reward in rewards]
 
 
-def compared(study: Study, pairs: Sequence[Pair], quantity: str, matched: str) -> tuple[pd.DataFrame, float | None]:
+def compared(
+    study: Study, pairs: Sequence[Pair], quantity: str, matched: str
+) -> tuple[pd.DataFrame, float | None]:
     """(seed, and of both runs rise, per unit of 1 − loss, whether the ceiling is estimated), at the radius that all runs share.
 
     `matched`: both at the last `step` that both have, or at the same `reward`.
     """
-    columns = ["seed", *(f"{n}_{side}" for side in ("baseline", "treatment") for n in ("rise", "unit", "estimated"))]
+    columns = [
+        "seed",
+        *(
+            f"{n}_{side}"
+            for side in ("baseline", "treatment")
+            for n in ("rise", "unit", "estimated")
+        ),
+    ]
     runs = [study.finished[name] for pair in pairs for name in (pair.baseline, pair.treatment)]
     shared = shared_sharpness(runs, quantity, one_set=False) if pairs else None
     if shared is None:
@@ -64,10 +84,15 @@ def compared(study: Study, pairs: Sequence[Pair], quantity: str, matched: str) -
     rows = []
     for n, pair in enumerate(pairs):
         both = curves[2 * n : 2 * n + 2]
-        steps = [int(step) for step in both[0].index.intersection(both[1].index).sort_values()[-1:]] * 2
+        steps = [
+            int(step) for step in both[0].index.intersection(both[1].index).sort_values()[-1:]
+        ] * 2
         if matched == "reward":
             steps = _same_reward(runs[2 * n : 2 * n + 2], both)
-        ends = [curve.loc[step, ["rise", "saturation", "estimated"]] for curve, step in zip(both, steps, strict=False)]
+        ends = [
+            curve.loc[step, ["rise", "saturation", "estimated"]]
+            for curve, step in zip(both, steps, strict=False)
+        ]
         rows += [[pair.seed, *ends[0], *ends[1]]] if ends else []
     return pd.DataFrame(rows, columns=columns), radius
 
@@ -75,7 +100,9 @@ def compared(study: Study, pairs: Sequence[Pair], quantity: str, matched: str) -
 def ratios(frame: pd.DataFrame, what: str = "unit") -> pd.DataFrame:
     """Seed, baseline, treatment and their log ratio, of unsaturated pairs; `what`: unit or rise."""
     fit = (frame[["unit_baseline", "unit_treatment"]] <= MAX_SATURATION).all(axis=1)
-    values = frame.rename(columns={f"{what}_baseline": "baseline", f"{what}_treatment": "treatment"})
+    values = frame.rename(
+        columns={f"{what}_baseline": "baseline", f"{what}_treatment": "treatment"}
+    )
     return log_ratios(values.loc[fit | (what == "rise"), ["seed", "baseline", "treatment"]])
 
 
@@ -83,21 +110,37 @@ def ratios(frame: pd.DataFrame, what: str = "unit") -> pd.DataFrame:
 def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     """Log ratio of SAM sharpness per unit of 1 − loss at the last probed step of both."""
     sets = {name: probe_sets(study.finished[name]) for name in pairing.names}
-    pairs = [pair for pair in pairing.pairs if sets[pair.baseline] and sets[pair.baseline] == sets[pair.treatment]]
+    pairs = [
+        pair
+        for pair in pairing.pairs
+        if sets[pair.baseline] and sets[pair.baseline] == sets[pair.treatment]
+    ]
     frame, radius = compared(study, pairs, "sam", "step")
     if radius is None or not len(frame):
-        return ClaimData(missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set")
-    main, unit, rise = ratios(frame), C4.effect_unit, "SAM sharpness at matched step, the rise itself"
+        return ClaimData(
+            missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set"
+        )
+    main, unit, rise = (
+        ratios(frame),
+        C4.effect_unit,
+        "SAM sharpness at matched step, the rise itself",
+    )
     others, conditions = [mean_estimate(rise, ratios(frame, "rise"), unit, "log")], []
     for measure, matched in (("sam", "reward"), ("asam", "step")):
         values = ratios(compared(study, pairs, measure, matched)[0])
         text = f"{MEASURES[measure]} sharpness at matched {matched}"
         others.append(mean_estimate(f"{text}, per unit of 1 − loss", values, unit, "log"))
-        conditions.append((f"{text} is not shown to be higher", not is_shown(study, values, "greater")))
+        conditions.append(
+            (f"{text} is not shown to be higher", not is_shown(study, values, "greater"))
+        )
     units = frame[["unit_baseline", "unit_treatment"]].to_numpy(dtype=float)
     known = np.isfinite(units).any()
-    most = f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
-    most += " (ceiling: training accuracy at that step)" * bool(frame.filter(like="estimated").any(axis=None))
+    most = (
+        f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
+    )
+    most += " (ceiling: training accuracy at that step)" * bool(
+        frame.filter(like="estimated").any(axis=None)
+    )
     notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}"]
     for left_out, why in (
         (len(frame) - len(main), "are saturated or have no positive sharpness and are left out"),
@@ -105,9 +148,15 @@ def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     ):
         notes += [f"{left_out} pairs {why}"] if left_out else []
     limit = f"the limit is {MAX_SATURATION:g}; probe a smaller radius (probes.rho: auto)"
-    missing = "" if len(main) else f"sharpness at radius {radius:g} is saturated: {most}, and {limit}"
+    missing = (
+        "" if len(main) else f"sharpness at radius {radius:g} is saturated: {most}, and {limit}"
+    )
     return ClaimData(
-        {"": main}, missing=missing, conditions=tuple(conditions), others=tuple(others), notes=tuple(notes)
+        {"": main},
+        missing=missing,
+        conditions=tuple(conditions),
+        others=tuple(others),
+        notes=tuple(notes),
     )
 
 
@@ -132,26 +181,47 @@ def grid_frame(study: Study) -> pd.DataFrame:
     family = [study.setting_key(run, list(GRID.values())) for _, run in runs]
     common = most_common(sorted(family)) if family else ""
     inside = {name: run for (name, run), key in zip(runs, family, strict=True) if key == common}
-    measured = {name: run for name, run in inside.items() if all(len(probe_rows(run, q)) for q in MEASURES)}
-    shared = {q: shared_sharpness(list(measured.values()), q) for q in MEASURES} if measured else {"": None}
+    measured = {
+        name: run for name, run in inside.items() if all(len(probe_rows(run, q)) for q in MEASURES)
+    }
+    shared = (
+        {q: shared_sharpness(list(measured.values()), q) for q in MEASURES}
+        if measured
+        else {"": None}
+    )
     if None in shared.values():
         return pd.DataFrame()
-    curves = {q: dict(zip(measured, found[1], strict=True)) for q, found in shared.items() if found is not None}
+    curves = {
+        q: dict(zip(measured, found[1], strict=True))
+        for q, found in shared.items()
+        if found is not None
+    }
     rows: list[dict[str, Any]] = []
     for name, run in measured.items():
         step = last_evaluation(run)
         if step is None or (value := gap(run, step)) is None:
             continue
-        row = {"run": name, "step": step, "method": run.method, "seed": run.seed, **grid_settings(run), "gap": value}
+        row = {
+            "run": name,
+            "step": step,
+            "method": run.method,
+            "seed": run.seed,
+            **grid_settings(run),
+            "gap": value,
+        }
         for q, of_run in curves.items():  # of the steps probed, the one nearest to the evaluation
             rises = of_run[name]["rise"]
             row[q] = float(rises.iloc[int(np.argmin(np.abs(rises.index.to_numpy() - step)))])
         rows.append(row)
     frame = pd.DataFrame(rows)
-    return frame.drop_duplicates([c for c in ("method", "seed", *GRID) if c in frame] or None, ignore_index=True)
+    return frame.drop_duplicates(
+        [c for c in ("method", "seed", *GRID) if c in frame] or None, ignore_index=True
+    )
 
 
-def agreement(frame: pd.DataFrame, quantity: str, axes: Sequence[str], stratum: Sequence[str]) -> pd.DataFrame:
+def agreement(
+    frame: pd.DataFrame, quantity: str, axes: Sequence[str], stratum: Sequence[str]
+) -> pd.DataFrame:
     """Kendall's τ of a quantity and the gap in each stratum, over pairs of runs that differ in one axis alone, as `difference`.
 
     The granulated coefficient (Jiang et al. 2020): τ is averaged over groups of runs that differ in one axis, then over axes, so that
@@ -194,7 +264,11 @@ def reliability(frame: pd.DataFrame, strata: Sequence[str], noise: float) -> flo
     """
     groups = frame.groupby(list(strata))["gap"]
     freedom = len(frame) - groups.ngroups
-    total = float(((frame["gap"] - groups.transform("mean")) ** 2).sum() / freedom) if freedom > 0 else 0.0
+    total = (
+        float(((frame["gap"] - groups.transform("mean")) ** 2).sum() / freedom)
+        if freedom > 0
+        else 0.0
+    )
     return max(0.0, 1 - noise / total) if total > 0 else 0.0
 
 
@@ -203,7 +277,9 @@ def _unreliable(result: float, gaps: pd.Series, noise: float) -> str:
     total = noise / (1 - result) if result > 0 else float(np.var(gaps.to_numpy(), ddof=1))
     spread, sampling = (f"{100 * math.sqrt(variance):.2g} points" for variance in (total, noise))
     more = math.ceil(10 * noise / (total - noise) * FLOOR / (1 - FLOOR)) / 10 if result > 0 else 0.0
-    advice = f"{more:g} times as many answers would do" if more else "evaluate more prompts and samples"
+    advice = (
+        f"{more:g} times as many answers would do" if more else "evaluate more prompts and samples"
+    )
     text = f"the gap's reliability is {result:.2f}, below {FLOOR:g}: its standard deviation over the runs compared is"
     return f"{text} {spread}, that of sampling answers {sampling}; {advice}"
 
@@ -218,7 +294,8 @@ def prediction(study: Study) -> ClaimData:
     axes, why = [axis for axis in varied if axis != "learning rate"], ""
     runs = [study.finished[name] for name in frame["run"]]
     rates = (
-        grid_settings(run).get("weight decay", 0.0) * (run.steps["lr"] * run.steps["updates"]).sum() for run in runs
+        grid_settings(run).get("weight decay", 0.0) * (run.steps["lr"] * run.steps["updates"]).sum()
+        for run in runs
     )
     shrunk = 1 - math.exp(-float(max(rates)))  # by AdamW's decay over a run, 1 − Π(1 − lr·decay)
     if "weight decay" in axes and shrunk < LEAST_SHRINKAGE:
@@ -226,14 +303,19 @@ def prediction(study: Study) -> ClaimData:
         why = f"; weight decay takes off at most {shrunk:.1%} of a weight, too little for an axis"
     if not axes:
         vary = f"the runs vary {', '.join(varied) or 'no setting'}{why}"
-        return ClaimData(missing=f"no grid: {vary}; group size or weight decay must vary at a fixed learning rate")
+        return ClaimData(
+            missing=f"no grid: {vary}; group size or weight decay must vary at a fixed learning rate"
+        )
     strata = ["method", "seed", *(name for name in varied if name not in axes)]
     # Runs that no other run can be compared with (more seeds of one setting, other learning rates) are not in the grid.
     frame = frame[frame.groupby(strata)["run"].transform("size") > 1].reset_index(drop=True)
     main, plain = (agreement(frame, quantity, axes, strata) for quantity in ("asam", "sam"))
     if not len(main):
         return ClaimData(missing="no two runs of the grid differ in one setting alone")
-    each = [gap_noise(study.finished[name], int(step)) for name, step in zip(frame["run"], frame["step"], strict=True)]
+    each = [
+        gap_noise(study.finished[name], int(step))
+        for name, step in zip(frame["run"], frame["step"], strict=True)
+    ]
     if None in each:
         why = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
         return ClaimData(missing=why)
@@ -244,14 +326,25 @@ def prediction(study: Study) -> ClaimData:
     whole = float(kendalltau(frame["asam"], frame["gap"]).statistic)
     return ClaimData(
         parts={"": main},
-        conditions=tuple((f"{TAU} over {axis} alone is not negative", bool(main[axis].mean() >= 0)) for axis in axes),
+        conditions=tuple(
+            (f"{TAU} over {axis} alone is not negative", bool(main[axis].mean() >= 0))
+            for axis in axes
+        ),
         others=(
             mean_estimate(f"{TAU} of sam and gap", plain, TAU),
             *(mean_estimate(f"{TAU} over {axis} alone", main[axis].dropna(), TAU) for axis in axes),
-            Statistic("plain Kendall τ over all runs", whole, TAU, n=len(frame), note="includes any common cause"),
+            Statistic(
+                "plain Kendall τ over all runs",
+                whole,
+                TAU,
+                n=len(frame),
+                note="includes any common cause",
+            ),
             Statistic("reliability of the gap within strata", reliable, "1"),
         ),
-        notes=(f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",),
+        notes=(
+            f"{main['pairs'].sum()} compared pairs of {len(frame)} runs; axes: {', '.join(axes)}{why}",
+        ),
     )
 
 

@@ -11,10 +11,24 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
-from sharpscope.analysis.claims.base import ClaimData, Evidence, Statistic, declared, is_shown, mean_estimate
+from sharpscope.analysis.claims.base import (
+    ClaimData,
+    Evidence,
+    Statistic,
+    declared,
+    is_shown,
+    mean_estimate,
+)
 from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, weighted_ranks
 from sharpscope.analysis.study import Study
-from sharpscope.analysis.tokens import INCLUSION, Columns, Reduced, Reducer, deciles, inverse_inclusion
+from sharpscope.analysis.tokens import (
+    INCLUSION,
+    Columns,
+    Reduced,
+    Reducer,
+    deciles,
+    inverse_inclusion,
+)
 from sharpscope.traces import Run
 
 # C2: the full score norm grows as 1 − π.
@@ -32,23 +46,43 @@ def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
     # where no token was drawn at random, no probability is recorded: all that have a norm count alike
     weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
     rest = -np.expm1(tokens["logp"].astype(np.float64))
-    head, logit = tokens["head_grad_norm"].astype(np.float64), tokens["logit_grad_norm"].astype(np.float64)
+    head, logit = (
+        tokens["head_grad_norm"].astype(np.float64),
+        tokens["logit_grad_norm"].astype(np.float64),
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         hidden = np.log(head) - np.log(logit)  # ln(‖h‖/T), since ‖∂ℓ/∂W‖ = ‖∂ℓ/∂z‖·‖h‖/T
         y, x = np.log(np.where(exact, norm, np.nan)), np.log(rest)
-    position, collision = tokens["position"].astype(np.float64), tokens["collision"].astype(np.float64)
-    good = (rest > LOWEST) & np.isfinite(y) & np.isfinite(hidden) & np.isfinite(collision) & (weight > 0)
+    position, collision = (
+        tokens["position"].astype(np.float64),
+        tokens["collision"].astype(np.float64),
+    )
+    good = (
+        (rest > LOWEST)
+        & np.isfinite(y)
+        & np.isfinite(hidden)
+        & np.isfinite(collision)
+        & (weight > 0)
+    )
     if good.sum() < FEWEST_SLOPE:
         return None
     w = weight[good]
     columns = [column[good] for column in (x, position, hidden, collision, y)]
     ranks = [weighted_ranks(column, w) for column in columns]
-    moments = {n: cluster_moments(c[-1], c[0], c[1:-1], w) for n, c in (("moments", columns), ("ranks", ranks))}
+    moments = {
+        n: cluster_moments(c[-1], c[0], c[1:-1], w)
+        for n, c in (("moments", columns), ("ranks", ranks))
+    }
     return {**moments, "tokens": int(good.sum())}
 
 
 _NEEDED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
-FULL = Reducer("C2", (*_NEEDED, "score_norm", "score_norm_std_error", "draw_probability"), _full, needs="score_norm")
+FULL = Reducer(
+    "C2",
+    (*_NEEDED, "score_norm", "score_norm_std_error", "draw_probability"),
+    _full,
+    needs="score_norm",
+)
 
 
 def _clustered(results: Sequence[Reduced], key: str) -> ClusterSlope:
@@ -78,10 +112,15 @@ def score_norm(study: Study) -> ClaimData:
         n=clusters,
         evidence=(Evidence(inside, low < slope.value < high, outside, (clusters,)),),
         conditions=(
-            ("the partial rank correlation is positive", ranks.value > 0 and p <= study.terms.level),
+            (
+                "the partial rank correlation is positive",
+                ranks.value > 0 and p <= study.terms.level,
+            ),
             ("the slope's interval holds 1, the slope that is claimed", holds),
         ),
-        others=(Statistic("partial rank slope", ranks.value, "1", ranks.interval(), p, clusters, note),),
+        others=(
+            Statistic("partial rank slope", ranks.value, "1", ranks.interval(), p, clusters, note),
+        ),
         notes=(counts, *study.elsewhere(study.baseline, study.treatment)),
     )
 
@@ -95,7 +134,9 @@ TOP, HALF = 0.01, 0.5
 already where the norm is 1 − π."""
 
 
-def lorenz(values: NDArray[np.floating], weights: NDArray[np.floating], points: int = 101) -> NDArray[np.float64]:
+def lorenz(
+    values: NDArray[np.floating], weights: NDArray[np.floating], points: int = 101
+) -> NDArray[np.float64]:
     """Lorenz curve (points,) of `values` (n,) ≥ 0: share of the total held by the smallest 0, 1/(points − 1), …, 1 of the members.
 
     A member with weight w counts as w members.
@@ -105,7 +146,11 @@ def lorenz(values: NDArray[np.floating], weights: NDArray[np.floating], points: 
     members = np.concatenate([[0.0], np.cumsum(count) / count.sum()])
     if (weights == weights[0]).all():  # evenly spaced without rounding
         members, held = np.linspace(0.0, 1.0, len(values) + 1), values[order]
-    return np.interp(np.linspace(0.0, 1.0, points), members, np.concatenate([[0.0], np.cumsum(held) / held.sum()]))
+    return np.interp(
+        np.linspace(0.0, 1.0, points),
+        members,
+        np.concatenate([[0.0], np.cumsum(held) / held.sum()]),
+    )
 
 
 def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
@@ -119,33 +164,53 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
-    curves = {n: lorenz(v, inverse_inclusion(tokens)[used]) for n, v in (("top", pull), ("top_null", null))}
-    return {n: float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(c)), c)) for n, c in curves.items()}
+    curves = {
+        n: lorenz(v, inverse_inclusion(tokens)[used])
+        for n, v in (("top", pull), ("top_null", null))
+    }
+    return {
+        n: float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(c)), c)) for n, c in curves.items()
+    }
 
 
-CURVES = Reducer("C3", ("logp", "loss_coef", "score_norm_local", INCLUSION), _concentration, needs="score_norm_local")
+CURVES = Reducer(
+    "C3",
+    ("logp", "loss_coef", "score_norm_local", INCLUSION),
+    _concentration,
+    needs="score_norm_local",
+)
 
 
-def _seeds_and_steps(study: Study, results: Sequence[Reduced], *names: str) -> tuple[pd.DataFrame, list[str]]:
+def _seeds_and_steps(
+    study: Study, results: Sequence[Reduced], *names: str
+) -> tuple[pd.DataFrame, list[str]]:
     """The mean of each value by seed and step, and notes. Runs of other settings with the same seed share their puzzles."""
     rows = [(one.seed, one.step, *(one.values[name] for name in names)) for one in results]
     frame = pd.DataFrame(rows, columns=["seed", "step", *names])
     counts = f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps"
-    return frame.groupby(["seed", "step"], as_index=False).mean(), [counts, *study.elsewhere(study.baseline)]
+    return frame.groupby(["seed", "step"], as_index=False).mean(), [
+        counts,
+        *study.elsewhere(study.baseline),
+    ]
 
 
 def dominance(study: Study) -> ClaimData:
     """Share of Σ|c|·‖∇ log π‖ held by the top hundredth of the tokens, beyond that of a null with norm = 1 − π."""
     results = study.results(CURVES.name, study.alike(study.baseline))
     if not results:
-        return ClaimData(missing=f"no step of {study.baseline} has score_norm_local on enough tokens")
+        return ClaimData(
+            missing=f"no step of {study.baseline} has score_norm_local on enough tokens"
+        )
     means, notes = _seeds_and_steps(study, results, "top_null", "top")
     means = means.rename(columns={"top_null": "baseline", "top": "treatment"})
     means["difference"] = means["treatment"] - means["baseline"]
     margin, room = C3.margin_in(study.terms), 1 - float(means["baseline"].mean())
     shares = [
         mean_estimate(name, means[column].to_numpy(), C3.effect_unit, "percent")
-        for name, column in (("share of the top hundredth", "treatment"), ("the null's share", "baseline"))
+        for name, column in (
+            ("share of the top hundredth", "treatment"),
+            ("the null's share", "baseline"),
+        )
     ]
     why = f"the null's top hundredth holds {1 - room:.1%}, which leaves no room for {100 * margin:g} points more"
     half = is_shown(study, means["treatment"], "greater", HALF)
@@ -168,21 +233,35 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
     advantage = tokens["advantage"].astype(np.float64)
     used = np.isfinite(influence) & np.isfinite(advantage) & (advantage != 0)
     weight = inverse_inclusion(tokens)[used]
-    scale = np.average(np.abs(influence[used]), weights=weight) if used.sum() >= FEWEST_INFLUENCE else 0.0
+    scale = (
+        np.average(np.abs(influence[used]), weights=weight)
+        if used.sum() >= FEWEST_INFLUENCE
+        else 0.0
+    )
     if not scale > 0:
         return None
     low, values = deciles(tokens["logp"][used]) == 1, influence[used] / scale
-    return {n: float(np.average(values[at], weights=weight[at])) for n, at in (("low", low), ("rest", ~low))}
+    return {
+        n: float(np.average(values[at], weights=weight[at]))
+        for n, at in (("low", low), ("rest", ~low))
+    }
 
 
-INFLUENCE = Reducer("C9", ("logp", "advantage", "heldout_influence", INCLUSION), _by_decile, needs="heldout_influence")
+INFLUENCE = Reducer(
+    "C9",
+    ("logp", "advantage", "heldout_influence", INCLUSION),
+    _by_decile,
+    needs="heldout_influence",
+)
 
 
 def influence(study: Study) -> ClaimData:
     """Mean first-order influence of the lowest tenth by probability, in units of the step's mean |influence|."""
     results = study.results(INFLUENCE.name, study.alike(study.baseline))
     if not results:
-        return ClaimData(missing=f"no step of {study.baseline} has heldout_influence on enough tokens")
+        return ClaimData(
+            missing=f"no step of {study.baseline} has heldout_influence on enough tokens"
+        )
     means, notes = _seeds_and_steps(study, results, "low", "rest")
     worse = is_shown(study, means["low"] - means["rest"], "less")
     return ClaimData(

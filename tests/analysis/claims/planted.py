@@ -37,7 +37,9 @@ class FrameRun:
     token_frame: pd.DataFrame | None = None
     status: str = "finished"
     task: str = "knights_knaves"
-    info: dict[str, Any] = field(default_factory=lambda: {"parameters": 900_000, "vocabulary": None})
+    info: dict[str, Any] = field(
+        default_factory=lambda: {"parameters": 900_000, "vocabulary": None}
+    )
     reads: list[Any] = field(default_factory=list)
     reductions: None = None
     forks: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -46,7 +48,9 @@ class FrameRun:
 
     @property
     def token_steps(self) -> list[int]:
-        return [] if self.token_frame is None else sorted(self.token_frame["step"].unique().tolist())
+        return (
+            [] if self.token_frame is None else sorted(self.token_frame["step"].unique().tolist())
+        )
 
     def rows(self, table: str) -> int:
         return 0 if self.token_frame is None else len(self.token_frame)
@@ -63,17 +67,39 @@ def study(*runs: FrameRun) -> Any:
     return SimpleNamespace(by_name={run.name: run for run in runs})
 
 
-def eval_frame(rows: list[tuple[int, str, float]], n: int = 400, shift: float = 0.0) -> pd.DataFrame:
+def eval_frame(
+    rows: list[tuple[int, str, float]], n: int = 400, shift: float = 0.0
+) -> pd.DataFrame:
     """(step, split, accuracy) as greedy eval rows, and rows at temperature 1 whose accuracy is higher by `shift`."""
     table = [
-        {"step": step, "split": split, "level": "3", "n": n, "k": 1, "accuracy": value + more, "temperature": heat}
+        {
+            "step": step,
+            "split": split,
+            "level": "3",
+            "n": n,
+            "k": 1,
+            "accuracy": value + more,
+            "temperature": heat,
+        }
         for step, split, value in rows
         for heat, more in ((0.0, 0.0), (1.0, shift))
     ]
-    return pd.DataFrame(table, columns=["step", "split", "level", "n", "k", "accuracy", "temperature"])
+    return pd.DataFrame(
+        table, columns=["step", "split", "level", "n", "k", "accuracy", "temperature"]
+    )
 
 
-PROBE_COLUMNS = ["step", "probe_set", "functional", "parameters", "quantity", "value", "rho", "converged", "ceiling"]
+PROBE_COLUMNS = [
+    "step",
+    "probe_set",
+    "functional",
+    "parameters",
+    "quantity",
+    "value",
+    "rho",
+    "converged",
+    "ceiling",
+]
 
 
 def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
@@ -85,8 +111,18 @@ def probe_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
 def steps_frame(rng: np.random.Generator, count: int, **columns: Any) -> pd.DataFrame:
     t = np.arange(1, count + 1)
     reward = 1 - 2 * np.exp(-t / (count / 4)) + rng.normal(0, 0.05, count)
-    base = {"step": t, "updates": 1, "reward_mean": reward, "accuracy": 0.6, "update_norm": 0.01, "lr": 1e-4}
-    base |= {"entropy_mean": 1.0 + rng.normal(0, 0.01, count), "grad_norm": np.exp(rng.normal(0, 0.3, count))}
+    base = {
+        "step": t,
+        "updates": 1,
+        "reward_mean": reward,
+        "accuracy": 0.6,
+        "update_norm": 0.01,
+        "lr": 1e-4,
+    }
+    base |= {
+        "entropy_mean": 1.0 + rng.normal(0, 0.01, count),
+        "grad_norm": np.exp(rng.normal(0, 0.3, count)),
+    }
     return pd.DataFrame(base | columns)
 
 
@@ -111,17 +147,27 @@ def frame_run(
     """One run. `config` is laid over CONFIG's parts; `sharpness` becomes sam, asam and largest at three steps."""
     rng = np.random.default_rng([seed, 0, *method.encode(), *tag.encode()])
     whole = {key: {**value, **(config or {}).get(key, {})} for key, value in CONFIG.items()}
-    whole |= {"steps": steps, "seed": seed, "name": f"{method}{tag}-{seed}", "method": {"name": method}}
+    whole |= {
+        "steps": steps,
+        "seed": seed,
+        "name": f"{method}{tag}-{seed}",
+        "method": {"name": method},
+    }
     rows: list[tuple[int, str, float]] = [(0, "heldout", 0.2), (steps, "heldout", heldout)]
     rows += [] if unseen is None else [(steps, "unseen", unseen)]
     rows += [] if train is None else [(steps, "train", train)]
     surface = list(probes or [])
     if sharpness is not None:
-        for step, functional in itertools.product((0, steps // 2, steps), ("expected_failure", "nll")):
+        for step, functional in itertools.product(
+            (0, steps // 2, steps), ("expected_failure", "nll")
+        ):
             value = 0.2 if step == 0 else sharpness
             row = {"step": step, "functional": functional}
             most = ceiling if functional == "expected_failure" else None
-            surface += [{**row, "quantity": q, "value": value, "rho": 0.05, "ceiling": most} for q in ("sam", "asam")]
+            surface += [
+                {**row, "quantity": q, "value": value, "rho": 0.05, "ceiling": most}
+                for q in ("sam", "asam")
+            ]
             surface.append({**row, "quantity": "largest", "value": 10 * value})
     return FrameRun(
         name=f"{method}{tag}-{seed}",
@@ -135,7 +181,9 @@ def frame_run(
     )
 
 
-def draw(rng: np.random.Generator, kind: str, size: int | tuple[int, ...], scale: float) -> np.ndarray:
+def draw(
+    rng: np.random.Generator, kind: str, size: int | tuple[int, ...], scale: float
+) -> np.ndarray:
     """Noise: normal, or heavy-tailed (Student's t with 2 degrees of freedom, without a variance)."""
     return scale * (rng.normal(size=size) if kind == "normal" else rng.standard_t(2, size=size))
 
@@ -165,7 +213,12 @@ def tokens_frame(
         logit_norm = rest * rng.uniform(1.05, 1.35, count)
         shift = correlated * rng.normal()
         reach = max(5.0, 4 * concentration)  # heavy tails are cut off
-        norm = 3 * rest**slope * hidden * np.exp(draw(rng, tails, count, concentration).clip(-reach, reach) + shift)
+        norm = (
+            3
+            * rest**slope
+            * hidden
+            * np.exp(draw(rng, tails, count, concentration).clip(-reach, reach) + shift)
+        )
         advantage = rng.normal(size=count)
         low = rest >= np.quantile(rest, 0.9)
         influence = draw(rng, tails, count, 1.0) + correlated * rng.normal() + low_influence * low
@@ -179,10 +232,16 @@ def tokens_frame(
         table = {"step": step, "position": np.arange(count) % 40, "logp": logp, "logit": 10.0}
         table |= {"collision": (1 - rest) ** 2 + rest**2 * rng.uniform(0.1, 0.8, count)}
         table |= {"polarity": rng.normal(size=count), "advantage": advantage, "weight": 1.0}
-        table |= {"loss_coef": -advantage / count, "heldout_influence": influence, "score_norm_local": local}
+        table |= {
+            "loss_coef": -advantage / count,
+            "heldout_influence": influence,
+            "score_norm_local": local,
+        }
         table |= {"logit_grad_norm": logit_norm, "head_grad_norm": logit_norm * hidden}
         measured = {"draw_probability": chance, "score_norm": norm, "score_norm_std_error": 0.0}
-        parts.append(pd.DataFrame(table | {name: np.where(exact, v, np.nan) for name, v in measured.items()}))
+        parts.append(
+            pd.DataFrame(table | {name: np.where(exact, v, np.nan) for name, v in measured.items()})
+        )
     return pd.concat(parts, ignore_index=True)
 
 
@@ -220,7 +279,10 @@ Rng = np.random.Generator
 def token_claim(**by_truth: dict[str, Any]) -> Any:
     def make(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
         return study(
-            *(frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, tails=tails, **by_truth[truth])) for s in range(seeds))
+            *(
+                frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, tails=tails, **by_truth[truth]))
+                for s in range(seeds)
+            )
         )
 
     return make
@@ -228,19 +290,30 @@ def token_claim(**by_truth: dict[str, Any]) -> Any:
 
 score_norm = token_claim(effect={"slope": 1.0}, none={"slope": 0.0}, wrong={"slope": -1.0})
 dominance = token_claim(
-    effect={"concentration": 3.5}, none={"concentration": 0.0}, wrong={"slope": 0.3, "concentration": 0.0}
+    effect={"concentration": 3.5},
+    none={"concentration": 0.0},
+    wrong={"slope": 0.3, "concentration": 0.0},
 )
 influence = token_claim(effect={"low_influence": -2.0}, none={}, wrong={"low_influence": 2.0})
 
 
 def sharpness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     return paired_study(
-        seeds, -0.4 * SIGN[truth], base=0.1, noise=0.005, tails=tails, measure="sharpness", rng=rng, relative=True
+        seeds,
+        -0.4 * SIGN[truth],
+        base=0.1,
+        noise=0.005,
+        tails=tails,
+        measure="sharpness",
+        rng=rng,
+        relative=True,
     )
 
 
 def generalization(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
-    return paired_study(seeds, 0.1 * SIGN[truth], noise=0.02, tails=tails, rng=rng, unseen=0.3, train=0.7)
+    return paired_study(
+        seeds, 0.1 * SIGN[truth], noise=0.02, tails=tails, rng=rng, unseen=0.3, train=0.7
+    )
 
 
 def grid(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
@@ -252,10 +325,19 @@ def grid(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
                 for decay in (0.0, 1.0):
                     common, own = np.log2(lr / 1e-4), rng.normal()
                     value = float(np.exp(common + own))
-                    gap = 0.1 + 0.05 * common + 0.03 * SIGN[truth] * own + draw(rng, tails, 1, 0.01)[0]
+                    gap = (
+                        0.1
+                        + 0.05 * common
+                        + 0.03 * SIGN[truth] * own
+                        + draw(rng, tails, 1, 0.01)[0]
+                    )
                     config = {"optimizer": {"lr": lr, "weight_decay": decay}}
                     config |= {"rollout": {"group_size": size, "prompts_per_step": 24}}
-                    options = {"answers": 40_000, "columns": {"lr": lr, "updates": 30}, "config": config}
+                    options = {
+                        "answers": 40_000,
+                        "columns": {"lr": lr, "updates": 30},
+                        "config": config,
+                    }
                     options |= {"heldout": 0.7 - gap, "train": 0.7, "sharpness": value}
                     runs.append(frame_run(seed=seed, tag=f"-{lr:g}-{size}-{decay:g}", **options))
     return study(*runs)
@@ -272,7 +354,9 @@ def smoothness(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
     return study(*runs)
 
 
-def alignment(truth: str, rng: Rng, seeds: int, tails: str, as_good: str = "", missing: str = "") -> Any:
+def alignment(
+    truth: str, rng: Rng, seeds: int, tails: str, as_good: str = "", missing: str = ""
+) -> Any:
     """The treatment beats all rivals by 0.1, by 0, or loses; `as_good` names one rival that is as good as it."""
     runs = []
     for seed in range(seeds):
@@ -292,7 +376,10 @@ def learning_rate(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
         value = level + 0.1 * SIGN[truth] + draw(rng, tails, 1, 0.02)[0]
         runs.append(frame_run("grpo-sg", seed, heldout=value))
         for rate in (5e-5, 1e-4, 2e-4):
-            options = {"config": {"optimizer": {"lr": rate}}, "heldout": level + draw(rng, tails, 1, 0.02)[0]}
+            options = {
+                "config": {"optimizer": {"lr": rate}},
+                "heldout": level + draw(rng, tails, 1, 0.02)[0],
+            }
             runs.append(frame_run("grpo", seed, tag=f"-{rate:g}", **options))
     return study(*runs)
 
@@ -304,9 +391,13 @@ def entropy(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
         for method in ("grpo", "cov-grpo"):
             push = rng.normal(size=60)
             steps, each = np.repeat(np.arange(1, 61), 4), np.repeat(push, 4)
-            tokens = pd.DataFrame({"step": steps, "loss_coef": -1.0, "polarity": -each, "logp": -0.5})
+            tokens = pd.DataFrame(
+                {"step": steps, "loss_coef": -1.0, "polarity": -each, "logp": -0.5}
+            )
             moved = np.cumsum(0.01 * SIGN[truth] * push)
-            slope = {"effect": 1 / 3, "none": 1.0, "wrong": 2.0}[truth] if method == "cov-grpo" else 1.0
+            slope = (
+                {"effect": 1 / 3, "none": 1.0, "wrong": 2.0}[truth] if method == "cov-grpo" else 1.0
+            )
             drift = -0.3 * slope * (1 + 0.2 * rng.normal()) * np.arange(60) / 60
             level = 1 + drift + moved - np.linspace(0, moved[-1], 60) + draw(rng, tails, 60, 0.005)
             place = {"functional": "nll", "quantity": "entropy"}
@@ -330,7 +421,12 @@ def lucky(truth: str, rng: Rng, seeds: int, tails: str) -> Any:
 
 
 def fork_frame(
-    rng: Rng, effects: dict[str, float], outcome: str, batches: int = 12, noise: float = 0.05, tails: str = "normal"
+    rng: Rng,
+    effects: dict[str, float],
+    outcome: str,
+    batches: int = 12,
+    noise: float = 0.05,
+    tails: str = "normal",
 ) -> pd.DataFrame:
     """Table `forks` of one state: the reference `grpo` changes the outcome by −0.02; each arm by 1 + its effect times as much.
 
@@ -341,11 +437,26 @@ def fork_frame(
         shared = 0.002 * rng.normal()
         for arm, effect in {"grpo": 0.0, **effects}.items():
             own = effect + (draw(rng, tails, 1, noise)[0] if arm != "grpo" else 0.0)
-            value = 0.1 * np.exp(own) if outcome == "sam_sharpness" else 0.5 + shared - 0.02 * (1 + own)
-            base = {"step": 10, "fork": "a", "batch": batch, "arm": arm, "reference": "grpo", "valid": True}
-            rows.append(base | {"comparison": "kl", "outcome": outcome, "value": value, "start": 0.5 + shared})
+            value = (
+                0.1 * np.exp(own) if outcome == "sam_sharpness" else 0.5 + shared - 0.02 * (1 + own)
+            )
+            base = {
+                "step": 10,
+                "fork": "a",
+                "batch": batch,
+                "arm": arm,
+                "reference": "grpo",
+                "valid": True,
+            }
+            rows.append(
+                base
+                | {"comparison": "kl", "outcome": outcome, "value": value, "start": 0.5 + shared}
+            )
             if outcome == "sam_sharpness":
-                rows.append(base | {"comparison": "kl", "outcome": "train_failure", "value": 0.5, "start": 0.5})
+                rows.append(
+                    base
+                    | {"comparison": "kl", "outcome": "train_failure", "value": 0.5, "start": 0.5}
+                )
             turned = {"comparison": "step", "outcome": "update_rotation", "start": None}
             rows.append(base | turned | {"value": 0.0 if arm == "grpo" else 12.0})
     return pd.DataFrame(rows)
@@ -388,7 +499,12 @@ def verdict(runs: Any, claim: str, **options: Any) -> claims.Verdict:
 
 
 def made(
-    claim: str, truth: str, tails: str = "normal", seeds: int | None = None, stream: int = 0, **options: Any
+    claim: str,
+    truth: str,
+    tails: str = "normal",
+    seeds: int | None = None,
+    stream: int = 0,
+    **options: Any,
 ) -> Any:
     rng = np.random.default_rng([stream, *claim.encode()])
     return MAKERS[claim](truth, rng, seeds or SEEDS.get(claim, 8), tails, **options)

@@ -59,14 +59,20 @@ def test_planted_truths_are_found_and_heavy_tails_hide_nothing_and_make_nothing(
 
 @pytest.mark.parametrize(
     ("claim", "name", "size", "none"),
-    [("C2", "slope", 1.0, 0.0), ("C3", "concentration", 3.5, 0.0), ("C9", "low_influence", -2.0, 0.0)],
+    [
+        ("C2", "slope", 1.0, 0.0),
+        ("C3", "concentration", 3.5, 0.0),
+        ("C9", "low_influence", -2.0, 0.0),
+    ],
 )
 def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, name, size, none):
     """Tokens of a step are not independent: what they share must neither make an effect nor hide one."""
     for value in (size, none):
         rng = np.random.default_rng(3)
         frames = [tokens_frame(rng, 8, 200, correlated=0.5, **{name: value}) for _ in range(3)]
-        found = verdict(study(*(frame_run(seed=s, tokens=frame) for s, frame in enumerate(frames))), claim)
+        found = verdict(
+            study(*(frame_run(seed=s, tokens=frame) for s, frame in enumerate(frames))), claim
+        )
         found = found.other if claim == "C9" else found  # the version of recorded tokens
         assert (found.verdict == "supported") is (value == size)
 
@@ -74,9 +80,17 @@ def test_tokens_that_share_a_shift_in_each_step_mislead_nobody(claim, name, size
 def test_methods_are_named_found_and_refused():
     runs = paired_study(12, 0.1, treatment="gspo")
     result = verdict(runs, "C7", treatment="gspo")
-    assert result.verdict == "supported" and result.terms.treatment == "gspo" and "gspo generalizes" in result.title
-    assert verdict(runs, "C7").terms.treatment == "gspo"  # there is no grpo-sg: the method that was run
-    with pytest.raises(UserError, match=r"treatment grpo-sg: no finished run .* there are runs of grpo \(12\), gspo"):
+    assert (
+        result.verdict == "supported"
+        and result.terms.treatment == "gspo"
+        and "gspo generalizes" in result.title
+    )
+    # there is no grpo-sg: the method that was run
+    assert verdict(runs, "C7").terms.treatment == "gspo"
+    with pytest.raises(
+        UserError,
+        match=r"treatment grpo-sg: no finished run .* there are runs of grpo \(12\), gspo",
+    ):
         verdicts(runs, treatment="grpo-sg")
     with pytest.raises(UserError, match="treatment grpo"):
         verdicts(runs, treatment="grpo")
@@ -142,7 +156,14 @@ def test_the_fixed_order_marks_what_is_confirmatory_whatever_else_was_asked():
 
 def probed(method, seed, rises, ceiling, probe_set="train-0"):
     probes = [
-        {"step": step, "quantity": q, "rho": rho, "value": rise, "ceiling": ceiling, "probe_set": probe_set}
+        {
+            "step": step,
+            "quantity": q,
+            "rho": rho,
+            "value": rise,
+            "ceiling": ceiling,
+            "probe_set": probe_set,
+        }
         for q in ("sam", "asam")
         for rho, rise in rises.items()
         for step in (0, 40)
@@ -152,7 +173,11 @@ def probed(method, seed, rises, ceiling, probe_set="train-0"):
 
 def sharpness_verdict(seeds, **methods):
     """C4 of runs whose rises (by radius), ceiling and probe set are a function of the seed."""
-    runs = [probed(name.replace("_", "-"), seed, *of(seed)) for seed in range(seeds) for name, of in methods.items()]
+    runs = [
+        probed(name.replace("_", "-"), seed, *of(seed))
+        for seed in range(seeds)
+        for name, of in methods.items()
+    ]
     return verdict(study(*runs), "C4")
 
 
@@ -165,16 +190,24 @@ def test_equal_curvature_and_lower_accuracy_do_not_support_lower_sharpness():
 
     found = sharpness_verdict(12, grpo=arm(0.5), grpo_sg=arm(0.45))
     assert found.verdict in ("refuted", "inconclusive")
-    raw = next(other for other in found.others if "SAM sharpness at matched step, the rise itself" in other.name)
+    raw = next(
+        other
+        for other in found.others
+        if "SAM sharpness at matched step, the rise itself" in other.name
+    )
     assert raw.value < -0.05 and raw.p_value < 0.05  # what version 0.2 called support
 
 
 @pytest.mark.parametrize(("ceiling", "estimated"), [(0.3, False), (None, True)])
 def test_a_saturated_radius_is_marked_and_enters_no_verdict(ceiling, estimated):
     """Where the ceiling is not recorded, the training accuracy, 0.6, stands for it."""
-    found = sharpness_verdict(8, grpo=lambda _: ({0.5: 0.295}, ceiling), grpo_sg=lambda _: ({0.5: 0.25}, ceiling))
+    found = sharpness_verdict(
+        8, grpo=lambda _: ({0.5: 0.295}, ceiling), grpo_sg=lambda _: ({0.5: 0.25}, ceiling)
+    )
     assert found.verdict == "untestable" and "radius 0.5 is saturated" in found.reason
-    assert "probes.rho" in found.reason and ("ceiling: training accuracy" in found.reason) is estimated
+    assert (
+        "probes.rho" in found.reason and ("ceiling: training accuracy" in found.reason) is estimated
+    )
 
 
 def test_the_radius_is_the_one_that_all_runs_share_and_is_named():
@@ -193,13 +226,19 @@ def test_sharpness_is_compared_on_one_probe_set_for_each_pair():
 
     def judged(differing):
         def arm(method, rise):
-            return lambda s: ({0.05: rise * (1 + 0.1 * s)}, 0.9, f"train-{method if s < differing else s}")
+            return lambda s: (
+                {0.05: rise * (1 + 0.1 * s)},
+                0.9,
+                f"train-{method if s < differing else s}",
+            )
 
         return sharpness_verdict(8, grpo=arm("grpo", 0.1), grpo_sg=arm("sg", 0.05))
 
     assert judged(0).n == 8 and judged(0).effect.value == pytest.approx(math.log(0.5))
     found = judged(2)
-    assert found.n == 6 and any("2 pairs were not probed, or not on one probe set" in n for n in found.finding.notes)
+    assert found.n == 6 and any(
+        "2 pairs were not probed, or not on one probe set" in n for n in found.finding.notes
+    )
     assert judged(8).verdict == "untestable"
 
 
@@ -213,7 +252,9 @@ def accuracies(greedy, sampled, seeds=12, noise=0.005):
     for seed in range(seeds):
         for method, (cold, hot) in (("grpo", (0.0, 0.0)), ("grpo-sg", (greedy, sampled))):
             value = 0.5 + cold + noise * rng.normal()
-            runs.append(frame_run(method, seed, heldout=value, shift=hot - cold + noise * rng.normal()))
+            runs.append(
+                frame_run(method, seed, heldout=value, shift=hot - cold + noise * rng.normal())
+            )
     return study(*runs)
 
 
@@ -244,12 +285,18 @@ def test_rare_collapse_is_not_reported_without_its_worst_pair():
             runs.append(frame_run(method, seed, heldout=0.5 + effect + 0.002 * rng.normal()))
     found = verdict(study(*runs), "C7")
     assert found.verdict != "supported"
-    assert found.effect.worst[0] < -0.26 and "worst -27" in found.line() and "median +3" in found.line()
+    assert (
+        found.effect.worst[0] < -0.26
+        and "worst -27" in found.line()
+        and "median +3" in found.line()
+    )
 
 
 def test_a_slope_whose_interval_excludes_the_claimed_one_is_not_supported():
     rng = np.random.default_rng(0)
-    runs = study(*(frame_run(seed=s, tokens=tokens_frame(rng, 8, 300, slope=1.3)) for s in range(3)))
+    runs = study(
+        *(frame_run(seed=s, tokens=tokens_frame(rng, 8, 300, slope=1.3)) for s in range(3))
+    )
     found = verdict(runs, "C2")
     assert found.effect.interval.low > 1 and found.verdict == "inconclusive"
     assert "interval holds 1" in found.reason
@@ -284,8 +331,11 @@ def test_simulated_studies_of_the_primary_claims(design):
     found = outcomes(design, 60, 12)
     if "margin" in design:
         assert found["supported"] >= 48 and not_above(found["refuted"], 60)
-    elif "collapse" not in design and "as in 0.2" not in design:  # without a collapse among the pairs nothing can tell
-        assert not_above(found["supported"], 60, 0.025)  # two-sided at 5 %: half of it on the claimed side
+    elif (
+        "collapse" not in design and "as in 0.2" not in design
+    ):  # without a collapse among the pairs nothing can tell
+        # two-sided at 5 %: half of it on the claimed side
+        assert not_above(found["supported"], 60, 0.025)
     if "as in 0.2" in design:
         assert found["supported"] > 30
 
@@ -313,12 +363,21 @@ def test_a_declaration_is_quoted_with_its_date_and_a_change_with_its_reason(tmp_
     assert "Not declared" in quote(file, rules(), [])
     assert frozen(rules(), "2026-01-02")[0].startswith("declared; SHA-256")
     assert "unchanged" in frozen(rules(), "2026-01-03")[0]
-    text = quote(file, rules(), [started("2026-01-05T00:00:00+00:00"), started("2026-01-01T00:00:00+00:00")])
-    assert "Declared on 2026-01-02T00:00:00+00:00; unchanged" in text and "1 of 2 runs started before" in text
-    assert "NOT the rules used here" in quote(file, other, []) and "level: 0.05 → 0.01" in quote(file, other, [])
+    text = quote(
+        file, rules(), [started("2026-01-05T00:00:00+00:00"), started("2026-01-01T00:00:00+00:00")]
+    )
+    assert (
+        "Declared on 2026-01-02T00:00:00+00:00; unchanged" in text
+        and "1 of 2 runs started before" in text
+    )
+    assert "NOT the rules used here" in quote(file, other, []) and "level: 0.05 → 0.01" in quote(
+        file, other, []
+    )
     with pytest.raises(UserError, match="give --why"):
         frozen(other, "2026-01-03")
-    assert any("C7.margin: 0.02 → 0.03" in line for line in frozen(other, "2026-01-03", "a noisy pilot")[1])
+    assert any(
+        "C7.margin: 0.02 → 0.03" in line for line in frozen(other, "2026-01-03", "a noisy pilot")[1]
+    )
     text = quote(file, other, [])
     assert "changed on 2026-01-03" in text and "why: a noisy pilot" in text and "NOT" not in text
     assert "radius: absent → 0.05" in quote(file, other | {"radius": 0.05}, [])
@@ -331,7 +390,11 @@ def test_a_declaration_is_quoted_with_its_date_and_a_change_with_its_reason(tmp_
 def test_margins_reach_the_rule_and_the_test():
     assert "less than 3 points" in rules(margins={"C7": 0.03})["claims"]["C7"]["rule"]
     assert rules(margins={"C7": 0.03})["claims"]["C7 (one update)"]["margin"] == 0.1
-    for terms in (ClaimsSpec(order=("C99",)), ClaimsSpec(margins={"c7": 0.1}), ClaimsSpec(margins={"C7": 2.0})):
+    for terms in (
+        ClaimsSpec(order=("C99",)),
+        ClaimsSpec(margins={"c7": 0.1}),
+        ClaimsSpec(margins={"C7": 2.0}),
+    ):
         with pytest.raises(UserError, match=r"claims\."):
             check_terms(terms)
     check_terms(ClaimsSpec(margins={"C2": 1.5}))  # a slope, not a share
@@ -339,15 +402,24 @@ def test_margins_reach_the_rule_and_the_test():
 
 def test_verdicts_of_recorded_runs_as_json_markdown_and_sections(tmp_path):
     shape = Shape(steps=6, prompts=3, length=12, probe_every=3, eval_every=3)
-    folder = write_study(tmp_path / "runs", {"grpo": Effects(), "grpo-sg": Effects()}, seeds=2, shape=shape)
+    folder = write_study(
+        tmp_path / "runs", {"grpo": Effects(), "grpo-sg": Effects()}, seeds=2, shape=shape
+    )
     laid_out = claims.study_of(load_runs(folder))
     verdicts, checks = claims.judge(laid_out)
     paths = claims.write_claims(verdicts, tmp_path / "out", checks)
-    read = json.loads(paths[0].read_text(), parse_constant=lambda text: pytest.fail(f"{text} in JSON"))
+    read = json.loads(
+        paths[0].read_text(), parse_constant=lambda text: pytest.fail(f"{text} in JSON")
+    )
     assert [entry["claim"] for entry in read] == list(claims.CLAIMS)
     text = paths[1].read_text()
-    assert all(escape_markdown(v.title) in text and escape_markdown(v.reason) in text for v in verdicts)
-    assert checks[0].holds and f"{sum(run.rows('tokens') for run in load_runs(folder)):,} tokens" in checks[0].text
+    assert all(
+        escape_markdown(v.title) in text and escape_markdown(v.reason) in text for v in verdicts
+    )
+    assert (
+        checks[0].holds
+        and f"{sum(run.rows('tokens') for run in load_runs(folder)):,} tokens" in checks[0].text
+    )
     sections = claims.claim_sections(load_runs(folder))
     assert len(sections[0].content) == sum(len(v.versions) for v in verdicts)
     kinds = (pd.DataFrame, str, Figure)
@@ -364,10 +436,16 @@ def test_student_agrees_with_the_rule_itself_on_drawn_studies():
     for _ in range(300):
         noise = rng.normal(size=n)
         there = noise + margin
-        supported += sign_flip_p(there) <= level and there.mean() > 0 and sign_flip_p(there, "less", margin) > level
+        supported += (
+            sign_flip_p(there) <= level
+            and there.mean() > 0
+            and sign_flip_p(there, "less", margin) > level
+        )
         refuted += sign_flip_p(noise, "less", margin) <= level
     found = student_power(1.0, margin, n, level)
-    assert supported / 300 == pytest.approx(found[0], abs=0.08) and refuted / 300 == pytest.approx(found[1], abs=0.06)
+    assert supported / 300 == pytest.approx(found[0], abs=0.08) and refuted / 300 == pytest.approx(
+        found[1], abs=0.06
+    )
 
 
 def test_pairs_needed_is_the_smallest_that_reaches_the_target_and_never_below_what_is_advised():
@@ -381,9 +459,16 @@ def test_pairs_needed_is_the_smallest_that_reaches_the_target_and_never_below_wh
 
 
 def test_two_pairs_give_a_standard_deviation():
-    one, two = (verdicts(paired_study(seeds, 0.0, rng=np.random.default_rng(0)), ["C7"]) for seeds in (1, 2))
+    one, two = (
+        verdicts(paired_study(seeds, 0.0, rng=np.random.default_rng(0)), ["C7"]) for seeds in (1, 2)
+    )
     assert powers_of(one) == []
     (found,), (row,) = two, powers_of(two)
-    low, high = deviation_interval(sd := float(found.finding.parts[""]["difference"].std(ddof=1)), 2)
+    low, high = deviation_interval(
+        sd := float(found.finding.parts[""]["difference"].std(ddof=1)), 2
+    )
     assert row["n"] == "2" and row["n for 80 %"] == "8 to 18"
-    assert row["SD of a value"] == f"{100 * sd:.3g} [{100 * low:.3g}, {100 * high:.3g}] points" and high > 10 * sd
+    assert (
+        row["SD of a value"] == f"{100 * sd:.3g} [{100 * low:.3g}, {100 * high:.3g}] points"
+        and high > 10 * sd
+    )

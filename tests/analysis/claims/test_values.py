@@ -17,17 +17,29 @@ from sharpscope.analysis.figures import paired_dots
 from sharpscope.analysis.tokens import scan
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.analysis.claims import planted
-from tests.analysis.claims.planted import NOT_SUPPORTED, fork_frame, frame_run, made, study, tokens_frame, verdict
+from tests.analysis.claims.planted import (
+    NOT_SUPPORTED,
+    fork_frame,
+    frame_run,
+    made,
+    study,
+    tokens_frame,
+    verdict,
+)
 from tests.traces.synthetic import new_run, rows, softmax_tokens
 
 
 def test_every_violation_of_the_logit_bounds_is_counted(tmp_path):
     run = new_run(tmp_path / "a")
     update_run_info(run, vocabulary=30)
-    frame = rows("tokens", 1, 500) | softmax_tokens(np.random.default_rng(0), 500, 30, sharpness=6.0)
+    frame = rows("tokens", 1, 500) | softmax_tokens(
+        np.random.default_rng(0), 500, 30, sharpness=6.0
+    )
     with TraceWriter(run) as writer:
         writer.append("tokens", frame)
-        broken = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in frame.items()} | {"step": 2}
+        broken = {k: v.copy() if isinstance(v, np.ndarray) else v for k, v in frame.items()} | {
+            "step": 2
+        }
         likely = np.flatnonzero(frame["logp"] < -1e-3)
         broken["logit_grad_norm"][likely[:3]] *= 2.0
         broken["logit_grad_norm"][likely[3:5]] *= 0.4
@@ -54,7 +66,10 @@ def test_the_check_of_the_recording_holds_or_not():
 
 def test_larger_norm_of_the_hidden_state_is_no_effect_of_probability():
     rng = np.random.default_rng(0)
-    runs = [frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, slope=0.0, hidden_slope=1.0)) for s in range(2)]
+    runs = [
+        frame_run(seed=s, tokens=tokens_frame(rng, 6, 200, slope=0.0, hidden_slope=1.0))
+        for s in range(2)
+    ]
     assert verdict(study(*runs), "C2").verdict == "refuted"
 
 
@@ -75,7 +90,8 @@ def test_lorenz_curve_against_the_oracle_and_with_weights_as_repetition():
     rng = np.random.default_rng(0)
     values, weights = rng.exponential(size=400), rng.integers(1, 5, 400).astype(float)
     curve = tokens.lorenz(values, np.ones(400))
-    assert 1 - curve[75] == pytest.approx(np.sort(values)[-100:].sum() / values.sum())  # what the top quarter holds
+    # what the top quarter holds
+    assert 1 - curve[75] == pytest.approx(np.sort(values)[-100:].sum() / values.sum())
     repeated = np.repeat(values, weights.astype(int))
     np.testing.assert_allclose(
         tokens.lorenz(values, weights), tokens.lorenz(repeated, np.ones(len(repeated))), atol=1e-12
@@ -99,7 +115,11 @@ def test_a_gap_of_sampling_noise_is_untestable():
     for run in runs.by_name.values():
         run.eval["n"] = 60
     result = verdict(runs, "C6")
-    assert result.verdict == "untestable" and "reliability" in result.reason and "answers" in result.reason
+    assert (
+        result.verdict == "untestable"
+        and "reliability" in result.reason
+        and "answers" in result.reason
+    )
 
 
 def test_the_granulated_coefficient_equals_its_definition():
@@ -115,14 +135,18 @@ def test_the_granulated_coefficient_equals_its_definition():
             taus[seed].append(np.mean([np.sign(one - two).prod() for one, two in both]))
         return pd.Series({seed: np.mean(values) for seed, values in taus.items()})
 
-    found = sharpness.agreement(table, "asam", ["group size", "weight decay"], ["seed"]).set_index("seed")
+    found = sharpness.agreement(table, "asam", ["group size", "weight decay"], ["seed"]).set_index(
+        "seed"
+    )
     axes = ["group size", "weight decay"]
     by_axis = {axis: psi(axis, other) for axis, other in zip(axes, axes[::-1], strict=True)}
     for axis, expected in by_axis.items():
         assert found[axis].to_dict() == pytest.approx(expected.to_dict())
     assert found["difference"].to_dict() == pytest.approx((sum(by_axis.values()) / 2).to_dict())
     # what a stratum does to both is no association
-    moved = table.assign(asam=table["asam"] + 100 * table["seed"], gap=table["gap"] + 100 * table["seed"])
+    moved = table.assign(
+        asam=table["asam"] + 100 * table["seed"], gap=table["gap"] + 100 * table["seed"]
+    )
     again = sharpness.agreement(moved, "asam", axes, ["seed"])["difference"]
     assert again.tolist() == pytest.approx(found["difference"].tolist())
 
@@ -132,13 +156,16 @@ def test_runs_that_have_nothing_to_be_compared_with_are_none_of_the_grid():
     runs = planted.grid("none", np.random.default_rng(5), 2, "normal")
     before = verdict(runs, "C6")
     plain = next(e for e in before.others if e.name == "plain Kendall τ over all runs")
-    assert before.n == 6 and plain.value > 0.3  # what a test that does not hold the learning rate would report
+    # what a test that does not hold the learning rate would report
+    assert before.n == 6 and plain.value > 0.3
     more, values = [], {"heldout": 0.3, "train": 0.7, "sharpness": 9.0}
     for method, seed, lr in itertools.product(("grpo", "grpo-sg"), (5, 6), (1e-4, 8e-4)):
         config = {"rollout": {"group_size": 8, "prompts_per_step": 24}, "optimizer": {"lr": lr}}
         more.append(frame_run(method, seed, config=config, tag=f"-x{lr:g}", **values))
     first = next(iter(runs.by_name.values()))
-    after = verdict(study(*runs.by_name.values(), *more, replace(first, name=f"{first.name}-again")), "C6")
+    after = verdict(
+        study(*runs.by_name.values(), *more, replace(first, name=f"{first.name}-again")), "C6"
+    )
     assert (after.n, after.effect, after.evidence) == (6, before.effect, before.evidence)
 
 
@@ -156,9 +183,15 @@ def test_one_control_that_does_as_well_is_enough_against_alignment(rival):
 def test_controls_are_compared_at_a_matched_dose():
     runs = made("C10", "effect")
     for run in runs.by_name.values():
-        run.steps["update_rotation"] = {"grpo-sg": 15.0, "grpo-sg-reverse": 30.0}.get(run.method, 15.0)
+        run.steps["update_rotation"] = {"grpo-sg": 15.0, "grpo-sg-reverse": 30.0}.get(
+            run.method, 15.0
+        )
     result = verdict(runs, "C10")
-    assert result.verdict == "untestable" and "the dose is not matched" in result.reason and "30°" in result.reason
+    assert (
+        result.verdict == "untestable"
+        and "the dose is not matched" in result.reason
+        and "30°" in result.reason
+    )
     # the only variant that was run is the control
     for run in runs.by_name.values():
         if run.method == "grpo-sg-reverse":
@@ -166,7 +199,9 @@ def test_controls_are_compared_at_a_matched_dose():
     assert verdict(runs, "C10").verdict == "supported"
 
 
-@pytest.mark.parametrize(("left_out", "side"), [("-5e-05", "below"), ("-0.0002", "above"), ("-0.0001", "equal to")])
+@pytest.mark.parametrize(
+    ("left_out", "side"), [("-5e-05", "below"), ("-0.0002", "above"), ("-0.0001", "equal to")]
+)
 def test_a_sweep_has_rates_on_both_sides(left_out, side):
     runs = [run for run in made("C14", "effect").by_name.values() if f"{left_out}-" not in run.name]
     result = verdict(study(*runs), "C14")
@@ -177,11 +212,20 @@ def test_effect_and_p_are_those_of_the_rate_that_decides():
     """It beats the lowest rate by chance, and loses to the two others, to the highest one most; two seeds of a rate do not count."""
     rng = np.random.default_rng(0)
     runs = [frame_run("grpo-sg", seed, heldout=0.5) for seed in range(8)]
-    runs += [frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few") for s in (0, 1)]
+    runs += [
+        frame_run("grpo", s, config={"optimizer": {"lr": 9e-4}}, heldout=0.9, tag="-few")
+        for s in (0, 1)
+    ]
     for rate, lead in ((5e-5, 0.002), (1e-4, -0.03), (2e-4, -0.05)):
         noise = rng.permutation(np.linspace(-0.02, 0.02, 8))
         runs += [
-            frame_run("grpo", s, config={"optimizer": {"lr": rate}}, heldout=0.5 - lead + noise[s], tag=f"-{rate:g}")
+            frame_run(
+                "grpo",
+                s,
+                config={"optimizer": {"lr": rate}},
+                heldout=0.5 - lead + noise[s],
+                tag=f"-{rate:g}",
+            )
             for s in range(8)
         ]
     result = verdict(study(*runs), "C14")
@@ -269,7 +313,8 @@ def test_planted_differences_between_arms_are_found(claim):
 def test_a_saturated_fork_enters_no_verdict():
     runs = with_forks({"grpo-sg": -0.1}, "sam_sharpness")
     forks = runs.by_name["grpo-0"].forks
-    forks.loc[forks["outcome"] == "train_failure", "value"] = 0.88  # the rise is 0.83 of what is possible
+    # the rise is 0.83 of what is possible
+    forks.loc[forks["outcome"] == "train_failure", "value"] = 0.88
     found = verdict(runs, "C4").other
     assert found.verdict == "untestable" and "saturated" in found.reason
 
@@ -291,11 +336,14 @@ def test_values_are_the_differences_of_the_batches_and_a_batch_of_two_forks_is_o
 
 def test_states_are_the_clusters_where_there_are_enough():
     runs = with_forks({"grpo-sg": 0.5}, "heldout_failure")
-    runs.by_name["grpo-0"].forks["step"] = runs.by_name["grpo-0"].forks["batch"] // 2  # six states of two batches
+    # six states of two batches
+    runs.by_name["grpo-0"].forks["step"] = runs.by_name["grpo-0"].forks["batch"] // 2
     frame = paired(study_of(runs, treatment=None), "grpo-sg", "grpo", "heldout_failure")
     found = clusters(frame, "change")
     assert len(found) == 6 and "batch" not in found
-    assert found["difference"].iloc[0] == pytest.approx(frame.loc[frame["step"] == 0, "change"].mean())
+    assert found["difference"].iloc[0] == pytest.approx(
+        frame.loc[frame["step"] == 0, "change"].mean()
+    )
 
 
 def test_a_claim_is_drawn_from_what_it_tested():

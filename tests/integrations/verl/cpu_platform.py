@@ -9,13 +9,19 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-_MODULE = types.SimpleNamespace(**{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"})
+_MODULE = types.SimpleNamespace(
+    **{name: getattr(torch.cpu, name) for name in dir(torch.cpu) if name[0] != "_"}
+)
 for _name in ("max_memory_allocated", "max_memory_reserved", "memory_allocated", "memory_reserved"):
     setattr(_MODULE, _name, lambda *_: 0)
 for _name in ("empty_cache", "synchronize", "manual_seed", "manual_seed_all", "set_device"):
     setattr(_MODULE, _name, lambda *_: None)
 _MODULE.mem_get_info, _MODULE.get_device_name = lambda *_: (0, 0), lambda *_: "cpu"
-_MODULE.current_device, _MODULE.is_available, _MODULE.device_count = lambda: "cpu", lambda: True, lambda: 1
+_MODULE.current_device, _MODULE.is_available, _MODULE.device_count = (
+    lambda: "cpu",
+    lambda: True,
+    lambda: 1,
+)
 
 
 @PlatformRegistry.register(platform="cpu")
@@ -57,5 +63,7 @@ class CpuPlatform(PlatformBase):
     def _nothing(self, *_, **__):
         return None
 
-    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = empty_cache = _nothing
+    set_device = synchronize = manual_seed = manual_seed_all = set_allocator_settings = (
+        empty_cache
+    ) = _nothing
     profiler_start = profiler_stop = cudart = _nothing

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ |= {"VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda"}
-os.environ["VERL_USE_EXTERNAL_MODULES"] = "tests.integrations.verl.cpu_platform,sharpscope.integrations.verl_plugin"
+os.environ["VERL_USE_EXTERNAL_MODULES"] = (
+    "tests.integrations.verl.cpu_platform,sharpscope.integrations.verl_plugin"
+)
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,9 @@ def rows(rank: int, step: int) -> dict[str, list]:
     draw = torch.Generator().manual_seed(100 * step + rank)
 
     def ids(low: int, high: int) -> torch.Tensor:
-        return torch.randint(2, 37, (int(torch.randint(low, high, (1,), generator=draw)),), generator=draw)
+        return torch.randint(
+            2, 37, (int(torch.randint(low, high, (1,), generator=draw)),), generator=draw
+        )
 
     names = ("prompts", "responses", "response_mask", "advantages", "noise", "uid", "reward")
     found: dict[str, list] = {name: [] for name in names}
@@ -70,9 +74,15 @@ def nested(given: dict[str, list], plain: Any) -> dict[str, list]:
         "response_mask": given["response_mask"],
         "loss_mask": given["response_mask"],
         "advantages": given["advantages"],
-        "old_log_probs": [one + noise[:, 0] for one, noise in zip(logp, given["noise"], strict=True)],
-        "ref_log_prob": [one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)],
-        "rollout_log_probs": [one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)],
+        "old_log_probs": [
+            one + noise[:, 0] for one, noise in zip(logp, given["noise"], strict=True)
+        ],
+        "ref_log_prob": [
+            one + noise[:, 1] for one, noise in zip(logp, given["noise"], strict=True)
+        ],
+        "rollout_log_probs": [
+            one + noise.sum(1) for one, noise in zip(logp, given["noise"], strict=True)
+        ],
         "rm_scores": [
             torch.cat([torch.zeros(len(b) - 1), torch.tensor([r])])
             for (_, b), r in zip(pairs, given["reward"], strict=True)
@@ -87,22 +97,54 @@ def worker_of(model: str, plan: dict[str, Any]) -> Any:
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils.losses import ppo_loss
 
-    given = {"path": model, "use_remove_padding": bool(plan.get("packed")), "enable_gradient_checkpointing": False}
+    given = {
+        "path": model,
+        "use_remove_padding": bool(plan.get("packed")),
+        "enable_gradient_checkpointing": False,
+    }
     settings = of.HFModelConfig(**given, override_config={"attn_implementation": "sdpa"})
-    given = {"strategy": "fsdp2", "use_torch_compile": False, "use_dynamic_bsz": False, "mixed_precision": FP32}
+    given = {
+        "strategy": "fsdp2",
+        "use_torch_compile": False,
+        "use_dynamic_bsz": False,
+        "mixed_precision": FP32,
+    }
     given |= {"micro_batch_size_per_gpu": 2, "infer_micro_batch_size_per_gpu": 2}
     given |= {"max_token_len_per_gpu": 1024, "infer_max_token_len_per_gpu": 1024}
     engine = of.FSDPEngineConfig(**(given | plan.get("engine", {})))
-    given = {"lr": 0.01, "clip_grad": 1.0, "total_training_steps": 10, "lr_warmup_steps": 0, "weight_decay": 0.01}
+    given = {
+        "lr": 0.01,
+        "clip_grad": 1.0,
+        "total_training_steps": 10,
+        "lr_warmup_steps": 0,
+        "weight_decay": 0.01,
+    }
     optimizer = of.FSDPOptimizerConfig(**(given | plan.get("optimizer", {})))
-    given = {"model_type": "language_model", "model_config": settings, "engine_config": engine, "profiler_config": None}
+    given = {
+        "model_type": "language_model",
+        "model_config": settings,
+        "engine_config": engine,
+        "profiler_config": None,
+    }
     given |= {"optimizer_config": optimizer, "checkpoint_config": CheckpointConfig()}
     worker = TrainingWorker(of.TrainingWorkerConfig(**given))
     worker.reset()
-    given = {"strategy": engine.strategy, "rollout_n": 1, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 2}
+    given = {
+        "strategy": engine.strategy,
+        "rollout_n": 1,
+        "ppo_mini_batch_size": 8,
+        "ppo_micro_batch_size_per_gpu": 2,
+    }
     given |= dict.fromkeys(("clip_ratio", "clip_ratio_low", "clip_ratio_high"), EPSILON)
-    given |= {"use_kl_loss": True, "kl_loss_coef": KL, "kl_loss_type": "low_var_kl", "optim": optimizer}
-    worker.set_loss_fn(partial(ppo_loss, config=of.FSDPActorConfig(**(given | plan.get("actor", {})))))
+    given |= {
+        "use_kl_loss": True,
+        "kl_loss_coef": KL,
+        "kl_loss_type": "low_var_kl",
+        "optim": optimizer,
+    }
+    worker.set_loss_fn(
+        partial(ppo_loss, config=of.FSDPActorConfig(**(given | plan.get("actor", {}))))
+    )
     return worker
 
 
@@ -145,15 +187,26 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
 
     worker.engine.optimizer_step = watched
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    options = {"mini_batch_size": 8, "global_batch_size": 8, "epochs": 2, "seed": 7, "temperature": 1.0}
+    options = {
+        "mini_batch_size": 8,
+        "global_batch_size": 8,
+        "epochs": 2,
+        "seed": 7,
+        "temperature": 1.0,
+    }
     options |= {"dataloader_kwargs": {"shuffle": True}, "calculate_entropy": False}
     batches = []
     drawn = [rows(rank, step) for step in range(1, plan.get("steps", STEPS) + 1)]
     for given in plan["batches"][rank] if "batches" in plan else drawn:
         columns = nested(given, plain)
-        tensors = {name: torch.nested.as_nested_tensor(values, layout=torch.jagged) for name, values in columns.items()}
+        tensors = {
+            name: torch.nested.as_nested_tensor(values, layout=torch.jagged)
+            for name, values in columns.items()
+        }
         batches.append(columns | {"uid": given["uid"]})
-        worker.train_mini_batch(tu.get_tensordict(tensors | {"uid": given["uid"]}, options | plan.get("data", {})))
+        worker.train_mini_batch(
+            tu.get_tensordict(tensors | {"uid": given["uid"]}, options | plan.get("data", {}))
+        )
     keep()
     every: list = [None, None]
     dist.all_gather_object(every, batches)
@@ -163,4 +216,8 @@ def main(model: str, out: Path, plan: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), torch.load(sys.argv[3], weights_only=True) if len(sys.argv) > 3 else {})
+    main(
+        sys.argv[1],
+        Path(sys.argv[2]),
+        torch.load(sys.argv[3], weights_only=True) if len(sys.argv) > 3 else {},
+    )

@@ -1,0 +1,461 @@
+"""Steps of a recorded training: which of them are measured, and the one in progress: its batches, uses of tokens and updates.
+
+Measuring costs a bounded share of the training, by count of passes. The unit is a forward pass over the completions of a step. A
+pass of training over them costs three (forward and backward), drawing them about one. What a measurement costs was measured on
+SmolLM2 and on the embedded policy (docs/trainers/index.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sharpscope import distributed
+from sharpscope.errors import UserError
+from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts
+from sharpscope.recording.norms import Norms
+from sharpscope.recording.step import (
+    PendingUpdate,
+    RolloutBatch,
+    StepTokens,
+    UpdateResult,
+    UpdateRotation,
+    UpdateTokens,
+)
+from sharpscope.tasks import Example
+
+MOST_PLACES, MOST_SHARE = 10, 0.12
+"""Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the largest share of the
+training's passes that this costs."""
+TRAINING, GENERATION = 3, 1
+NORMS, EXACT, CRITICAL, ROTATION = 8, 8, 12, 3
+"""Passes of local norms and shares; of the exact norms of one large and one random token, divided by the completions of an update;
+of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
+
+
+_PARTS = ("generation_s", "training_s", "recording_s")
+
+
+class Places(NamedTuple):
+    """Steps of norms and shares, those of the critical sharpness, how many spikes may be measured besides, and why a set is empty."""
+
+    norms: frozenset[int]
+    critical: frozenset[int]
+    spikes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a step of a training does."""
+
+    epochs: int = 1  # how often it trains on its completions
+    parts: int = 1  # updates in an epoch
+    rows: int = 8  # completions of an update
+    generated: bool = False  # whether it draws the completions
+    reference: bool = False  # whether the loss runs a reference model too
+
+
+def places(
+    steps: int, work: Work, *, critical: bool, rotation: bool = False, exact: int = 1
+) -> Places:
+    """The default places of a training: the first and the last step and others between, as many as the price allows.
+
+    With `steps` 0, the number is not known, and they are ever further apart. The critical sharpness is left out where it does not
+    fit and the others do. `exact` is recording.exact_tokens.
+    """
+    # passes a step
+    budget = MOST_SHARE * ((TRAINING + work.reference) * work.epochs + GENERATION * work.generated)
+    cost = NORMS + EXACT * exact / max(work.rows, 1) + ROTATION * rotation
+    both = cost + critical * CRITICAL * (1 + work.reference) / work.parts
+    enough = math.ceil(both / budget)
+    reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"
+    if not steps or steps >= enough:
+        cost = both
+    else:
+        critical = False
+    most = min(MOST_PLACES, int(steps * budget / cost))
+    spikes = most * 3 // 10
+    count = most - spikes
+    if not steps:
+        chosen = frozenset(enough * 2**power for power in range(MOST_PLACES))
+    else:
+        chosen = frozenset(1 + round(i * (steps - 1) / max(count - 1, 1)) for i in range(count))
+    return Places(chosen, chosen if critical else frozenset(), spikes, reason)
+
+
+# -- the step in progress --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """One batch of completions: N rows, T completion positions."""
+
+    serial: int
+    rollout_batch: RolloutBatch
+    tokens: StepTokens
+    labels: list[Hashable]  # (N,) names of the rows' groups
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the completions and their statistics."""
+        return self.rollout_batch.rollouts.completion_mask.device
+
+    def to(self, device: torch.device) -> Batch:
+        """The batch with its completions on a device."""
+        rollouts = self.rollout_batch.rollouts.to(device)
+        return replace(self, rollout_batch=replace(self.rollout_batch, rollouts=rollouts))
+
+
+@dataclass(frozen=True)
+class TokenUse:
+    """What a micro-batch of the present update does with n rows of a batch.
+
+    `columns` (n, T) are those of UpdateTokens, kl_coef and, where known, correction and ref_logp; on the CPU.
+    """
+
+    serial: int  # of the batch
+    rows: Tensor  # (n,) in the batch, on the CPU
+    columns: dict[str, Tensor]
+
+    @property
+    def tokens(self) -> UpdateTokens:
+        """The columns of UpdateTokens."""
+        return UpdateTokens(**{part.name: self.columns[part.name] for part in fields(UpdateTokens)})
+
+
+@dataclass
+class Step:
+    """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` is the time by part [s]."""
+
+    batches: list[Batch] = field(default_factory=list)
+    updates: list[UpdateResult] = field(default_factory=list)
+    collected: int = 0  # batches that every process has
+    micro: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    # loss, norm, clip factor of the present update
+    gradient: tuple[float, float, float] = (
+        math.nan,
+        math.nan,
+        1.0,
+    )
+    rotation: UpdateRotation | None = None  # of the present update's gradient
+    # norms of that gradient by layer and kind
+    layers: dict[str, float] = field(default_factory=dict)
+    # whether the trainer multiplies the loss by a factor for the sampler's policy
+    corrected: bool = False
+    losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
+    # |ln π of the trainer − ln π of our forward pass| [nats]
+    gaps: list[Tensor] = field(default_factory=list)
+    pending: list[TokenUse] = field(default_factory=list)  # of the present update
+    # update, use, (n, T): tokens used before
+    again: list[tuple[int, TokenUse, Tensor]] = field(default_factory=list)
+
+    def batch(self, serial: int) -> Batch:
+        """The batch with this serial number."""
+        return next(batch for batch in self.batches if batch.serial == serial)
+
+    def use(
+        self, serial: int, rows: Tensor, known: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Callable[[Tensor], None]:
+        """Record that a micro-batch of the present update uses the rows (n,) of a batch; returns what takes ∂L/∂log π (n, T) of them.
+
+        `known` is what the loss does with their tokens, (n, T) each or (n, 1); without it the ratio is 1 and nothing is clipped.
+        `ratio`: π/π_old, of tokens or sequences. `log_ratio`: ln π − ln π_old of the token [nats]. `clipped`: −1 the lower
+        bound acts, 1 the upper, 0 none; else it acts where the advantage is not 0 and the coefficient is. `kl`: k3 [nats].
+        `correction`: factor of the loss for the sampler's policy. `ref_logp`: ln π of the reference policy [nats]. `kl_share`:
+        part of the coefficient that a KL term has; else 0 without a reference and not known with one.
+        """
+        batch, derived = self.batch(serial), "clipped" not in known
+        mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
+        if known:
+            # a micro-batch can be narrower than the whole batch
+            mask = mask[:, : known["ratio"].shape[1]]
+        width, shape = mask.shape[1], mask.shape
+        values = {name: torch.zeros(shape) for name in ("log_ratio", "clipped", "kl")} | {
+            "ratio": torch.ones(shape)
+        }
+        values["kl_share"] = torch.full(shape, math.nan if "ref_logp" in known else 0.0)
+        values |= {
+            name: value.detach().cpu()[:, :width].expand(shape) for name, value in known.items()
+        }
+        tokens = UpdateTokens.zeros(shape, batch.tokens.loss_coef.dtype)
+        written = {name: values.pop(name) for name in ("ratio", "log_ratio", "clipped", "kl")}
+        tokens.write(torch.arange(len(rows)), mask, **written)
+        share = values.pop("kl_share")
+
+        def keep(gradient: Tensor) -> None:
+            """Record the coefficients and what follows from them."""
+            tokens.coef = torch.where(
+                mask, gradient.detach()[:, :width].to("cpu", tokens.coef.dtype), 0.0
+            )
+            if derived:
+                stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
+                tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
+            kl_coef = torch.where(mask, tokens.coef * share, 0.0)
+            self.pending.append(
+                TokenUse(serial, rows, {**vars(tokens), **values, "kl_coef": kl_coef})
+            )
+
+        return keep
+
+    def collect(self, device: torch.device) -> None:
+        """Exchange the new batches and uses of all processes; gradients are their average, so coefficients are divided."""
+        count = distributed.world_size()
+        if count == 1:
+            return
+        new = [batch.to(torch.device("cpu")) for batch in self.batches[self.collected :]]
+        pending = [
+            replace(
+                use,
+                columns=use.columns
+                | {name: use.columns[name] / count for name in ("coef", "kl_coef")},
+            )
+            for use in self.pending
+        ]
+        parts = distributed.gather(
+            (new, pending, self.gaps, [float(loss) / count for loss in self.losses])
+        )
+        self.batches[self.collected :] = [
+            batch.to(device) for theirs, *_ in parts for batch in theirs
+        ]
+        self.collected = len(self.batches)
+        self.pending = [use for _, uses, _, _ in parts for use in uses]
+        if not self.updates:  # later there are no new ones
+            self.gaps = [gap for _, _, gaps, _ in parts for gap in gaps]
+        self.losses = [torch.tensor(loss) for *_, losses in parts for loss in losses]
+
+    def settle(self) -> None:
+        """Give each token of the present update, whose gradient is complete, the columns of its first use."""
+        index = len(self.updates)
+        settled: list[TokenUse] = []
+        for use in self.pending:
+            tokens, rows = self.batch(use.serial).tokens, use.rows
+            each = {
+                name: widened(value, tokens.update.shape[1]) for name, value in use.columns.items()
+            }
+            first = each["used"] & (tokens.update[rows] < 0)  # (n, T)
+            self.corrected |= "correction" in each
+            for name in {
+                "coef",
+                "ratio",
+                "clipped",
+                "kl_coef",
+                "correction",
+                "ref_logp",
+            } & each.keys():
+                target = tokens.loss_coef if name == "coef" else getattr(tokens, name)
+                target[rows] = torch.where(first, each[name].to(target.dtype), target[rows])
+            tokens.update[rows] = torch.where(first, index, tokens.update[rows])
+            settled.append(replace(use, columns=each))
+            if bool((each["used"] & ~first).any()):
+                self.again.append((index, settled[-1], each["used"] & ~first))
+        self.pending = settled
+
+    def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
+        """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update."""
+        if not self.updates:
+            batch = self.batch(serial)
+            mask = (
+                batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device), : logp.shape[1]]
+                .bool()
+                .cpu()
+            )
+            ours = batch.tokens.stats.logp[rows.to(batch.device), : logp.shape[1]].cpu()
+            self.gaps.append((logp.detach()[:, : mask.shape[1]].cpu() - ours).abs()[mask])
+
+    def joined(self) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
+        """All batches so far as one, their tokens as one, and each batch's first row by its serial number."""
+        batches = self.batches
+        labels = {
+            label: number
+            for number, label in enumerate(dict.fromkeys(x for b in batches for x in b.labels))
+        }
+        examples: dict[Hashable, Example] = {}
+        first, row = {}, 0
+        for batch in batches:
+            first[batch.serial], row = row, row + len(batch.labels)
+            for label, group in zip(
+                batch.labels, batch.rollout_batch.rollouts.group.tolist(), strict=True
+            ):
+                examples.setdefault(label, batch.rollout_batch.examples[group])
+        rollouts = join_rollouts(*(batch.rollout_batch.rollouts for batch in batches))
+        group = torch.tensor(
+            [labels[x] for b in batches for x in b.labels], device=rollouts.group.device
+        )
+        whole = RolloutBatch(
+            list(examples.values()),
+            Rollouts(**{**vars(rollouts), "group": group}),
+            [reward for batch in batches for reward in batch.rollout_batch.rewards],
+            torch.cat([batch.rollout_batch.advantage for batch in batches]),
+            None,
+        )
+        return whole, _joined_tokens([batch.tokens for batch in batches]), first
+
+    def pending_update(self) -> tuple[RolloutBatch, StepTokens, PendingUpdate]:
+        """All batches so far as one, their tokens, and the present update between its gradient and the optimizer's step."""
+        joined, tokens, offset = self.joined()
+        width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
+        rows = torch.cat([use.rows + offset[use.serial] for use in self.pending])
+        coef = self.pending_values(width)
+        return (
+            joined,
+            tokens,
+            PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.gradient[1]),
+        )
+
+    def pending_values(self, width: int, name: str = "coef") -> Tensor:
+        """(n, width) of a column of the present update."""
+        return stacked([use.columns[name] for use in self.pending], width)
+
+    def record_update(self, moved: Norms, lr: float) -> None:
+        """Record that the present update was made; `moved` are the norms of Δθ, `lr` its learning rate."""
+        loss, norm, factor = self.gradient
+        width = max(use.columns["used"].shape[1] for use in self.pending)
+        whole = UpdateTokens(
+            **{part.name: self.pending_values(width, part.name) for part in fields(UpdateTokens)}
+        )
+        made = UpdateResult(
+            loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary()
+        )
+        self.updates.append(
+            replace(made, layers=(self.layers, moved.layers), rotation=self.rotation)
+        )
+        for use in self.pending:
+            self.batch(use.serial).tokens.count(use.rows, use.tokens)
+        self.pending, self.losses, self.rotation = [], [], None
+
+    def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
+        """Columns of the table `uses` without `step`; None if no token was used twice."""
+        parts = []
+        for index, use, again in self.again:
+            row, position = again.nonzero(as_tuple=True)
+            values = (use.columns[name][again] for name in ("ratio", "clipped", "coef"))
+            parts.append(
+                (use.rows[row] + first[use.serial], position, torch.full_like(row, index), *values)
+            )
+        if not parts:
+            return None
+        names = ("rollout", "position", "update", "ratio", "clipped", "loss_coef")
+        columns = zip(
+            names, (torch.cat(column) for column in zip(*parts, strict=True)), strict=True
+        )
+        return {
+            name: (value.float() if value.is_floating_point() else value).numpy()
+            for name, value in columns
+        }
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """A micro-batch of n sequences as rollouts. `columns` (n, T) is the column of each completion token in the trainer's rows."""
+
+    rollouts: Rollouts
+    columns: Tensor
+    order: Tensor  # (n,) the trainer's row of each row
+
+    def gather(self, values: Tensor, shift: int = 1) -> Tensor:
+        """(n, T) from `values` (B, L−shift), in which column j belongs to the token in column j + shift."""
+        return values[self.order.to(values.device)].gather(
+            1, (self.columns - shift).clamp(min=0).to(values.device)
+        )
+
+
+def sequences_of(
+    ids: Tensor, present: Tensor, counted: Tensor, tokenizer: Any, *, pairs: bool = False
+) -> Sequences:
+    """Rows (B, L) of tokens, `present` 1 on tokens and 0 on padding, `counted` on those in the loss, as rollouts.
+
+    With `pairs` (DPO), row i and row i + B/2 are a pair and become adjacent.
+
+    Raises:
+        UserError: a row's first token is in the loss, predicted from padding.
+    """
+    n = len(ids)
+    order = torch.arange(n).view(2, -1).T.flatten() if pairs else torch.arange(n)
+    prompts, completions, flags, columns = [], [], [], []
+    for row in order.tolist():
+        kept = present[row].nonzero()[:, 0]
+        loss = counted[row, kept].tolist()
+        if loss[0] and int(kept[0]) > 0:
+            wrong = "the first token of a left-padded row is in the loss, predicted from padding"
+            raise UserError(f"record: {wrong}; set tokenizer.padding_side = 'right'")
+        loss[0] = False  # nothing predicts it
+        first = loss.index(True) if any(loss) else len(loss) - 1
+        last = max((i for i, flag in enumerate(loss) if flag), default=first)
+        tokens = ids[row, kept].tolist()
+        prompts.append(tokens[:first])
+        completions.append(tokens[first : last + 1])
+        columns.append(kept[first : last + 1].cpu())
+        flags.append(loss[first : last + 1])
+    made = completions_of(prompts, completions, flags, ids.device)
+    texts = tokenizer.batch_decode(completions, clean_up_tokenization_spaces=False)
+    rollouts = replace(made, group=made.group // (2 if pairs else 1), texts=texts).with_reward(
+        torch.zeros(n)
+    )
+    return Sequences(rollouts, torch.nn.utils.rnn.pad_sequence(columns, batch_first=True), order)
+
+
+def unused_tokens(stats: TokenStats, advantage: Tensor) -> StepTokens:
+    """StepTokens (N, T) that no update has used yet, with advantages (N,) or (N, T)."""
+    shape, dtype = stats.logp.shape, stats.logp.dtype
+    each = advantage.to("cpu", dtype)
+    return replace(
+        StepTokens.unused(stats),
+        weight=torch.ones(shape, dtype=dtype),
+        advantage=(each[:, None].expand(shape) if each.dim() == 1 else each).clone(),
+    )
+
+
+def first_rows(rollouts: Rollouts) -> list[int]:
+    """The first row of each group."""
+    groups = rollouts.group.tolist()
+    return [groups.index(group) for group in dict.fromkeys(groups)]
+
+
+def same_prompts(rollouts: Rollouts) -> bool:
+    """Whether the rows of every group have one prompt, so that it can be run once for all of them."""
+    ids = (
+        rollouts.input_ids[:, : rollouts.prompt_width]
+        * rollouts.attention_mask[:, : rollouts.prompt_width]
+    )
+    return torch.equal(ids, ids[torch.tensor(first_rows(rollouts))[rollouts.group.cpu()]])
+
+
+def prompt_texts(rollouts: Rollouts, tokenizer: Any) -> list[str]:
+    """(N,) prompts as the model saw them."""
+    width = rollouts.prompt_width
+    pairs = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)
+    ids = [row[seen.bool()].tolist() for row, seen in pairs]
+    return list(tokenizer.batch_decode(ids, clean_up_tokenization_spaces=False))
+
+
+def widened(values: Tensor, width: int, fill: float = 0) -> Tensor:
+    """`values` (n, T) padded on the right with `fill` to `width` columns."""
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]), value=fill)
+
+
+def stacked(parts: Iterable[Tensor], width: int, fill: float = 0) -> Tensor:
+    """(Σ n, width) of values (n, T) one below the other, padded on the right with `fill`."""
+    return torch.cat([widened(part, width, fill) for part in parts])
+
+
+def _joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
+    width = max(part.update.shape[1] for part in parts)
+
+    def cat(name: str, of: Sequence[Any]) -> Tensor:
+        """One field of all parts."""
+        return stacked((getattr(part, name) for part in of), width, -1 if name == "update" else 0)
+
+    stats = TokenStats(
+        **{f.name: cat(f.name, [part.stats for part in parts]) for f in fields(TokenStats)}
+    )
+    return StepTokens(
+        stats=stats, **{f.name: cat(f.name, parts) for f in fields(StepTokens) if f.name != "stats"}
+    )

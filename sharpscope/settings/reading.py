@@ -1,0 +1,205 @@
+"""Read configurations: YAML files (untrusted, so bounded), `--set path=value`, how layers are merged, and the user's functions."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import reduce
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from pydantic import BaseModel
+
+from sharpscope.errors import UserError, nearest
+
+YAML_ERRORS = (
+    yaml.YAMLError,
+    ValueError,
+    RecursionError,
+    OverflowError,
+    TypeError,
+    AttributeError,
+    KeyError,
+)
+"""Exceptions that invalid YAML can raise; PyYAML's constructors also raise Python's built-in ones."""
+
+
+MOST_VALUES = 200_000
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which rejects duplicate keys, and reads 1e-4 as a number and off as text, as YAML 1.2 does."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """As in PyYAML; a key given twice raises."""
+        keys = set()
+        for key, _ in node.value:
+            if key.tag == "tag:yaml.org,2002:merge" or key.value.__hash__ is None:
+                continue
+            if (key.tag, key.value) in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"duplicate key {key.value!r}", key.start_mark
+                )
+            keys.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [one for one in known if one[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which puts text in quotes that `_Loader` reads as a number."""
+
+
+_EXPONENT: Any = (
+    "tag:yaml.org,2002:float",
+    re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"),
+    list("+-0123456789"),
+)
+_Loader.add_implicit_resolver(*_EXPONENT)
+_Dumper.add_implicit_resolver(*_EXPONENT)
+
+
+def load_yaml(text: str) -> Any:
+    """Parse YAML text into plain values; what is not valid or too much with aliases expanded raises one of `YAML_ERRORS`."""
+    loader = _Loader(text)
+    node = loader.get_single_node()
+    if node is not None and _expanded_size(node, {}) > MOST_VALUES:
+        raise yaml.YAMLError(f"more than {MOST_VALUES:,} values")
+    return None if node is None else loader.construct_document(node)
+
+
+def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Number of values in a node, with aliases counted at each use; one that contains itself is a RecursionError."""
+    if id(node) not in known:
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        flat = chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
+        known[id(node)] = 1 + sum(_expanded_size(child, known) for child in flat)
+    return known[id(node)]
+
+
+def read_yaml(file: Path) -> dict[str, Any]:
+    """Read a YAML mapping with a safe loader."""
+    try:
+        if file.stat().st_size > 4_000_000:
+            raise UserError(f"config file '{file}': is larger than 4 MB; give a configuration file")
+        data = load_yaml(file.read_text("utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"config file '{file}' does not exist; give the path of a YAML file"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = (
+            "is a folder; --resume continues a run" if file.is_dir() else f"cannot be read: {error}"
+        )
+        raise UserError(f"config file '{file}' {why}") from None
+    except YAML_ERRORS as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or error
+        raise UserError(f"config file '{file}'{line}: not valid YAML ({problem})") from None
+    if not isinstance(data, dict | None):
+        raise UserError(
+            f"config file '{file}': must be a mapping of field names to values, not {type(data).__name__}"
+        )
+    return data or {}
+
+
+def to_yaml(config: BaseModel) -> str:
+    """Return the configuration as YAML; `build_config` reads it back to the same value."""
+    return yaml.dump(
+        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True
+    )
+
+
+def nested(path: str, value: Any) -> dict[str, Any]:
+    """`a.b` and a value as `{"a": {"b": value}}`."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    return cast("dict[str, Any]", value)
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """Parse `a.b=c` into `{"a": {"b": c}}`, with the value read as YAML."""
+    path, sign, raw = text.partition("=")
+    if not sign or not path.strip():
+        raise UserError(f"--set {text}: must have the form field.subfield=value")
+    try:
+        value = load_yaml(raw)
+    except YAML_ERRORS:
+        raise UserError(f"--set {text}: the value is not valid YAML; put text in quotes") from None
+    return nested(path.strip(), value)
+
+
+def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+    """Parse several overrides (see `parse_override`) and merge them in order."""
+    return merge_all(map(parse_override, texts))
+
+
+def merge_all(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge layers in order (see `merge`)."""
+    return reduce(merge, layers, {})
+
+
+def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge `extra` into `base` recursively; a part whose `kind` (or a method whose `name`) changes is replaced.
+
+    A part without a `kind` keeps its settings when it gets one; `check_keys` rejects settings that do not apply.
+    """
+    result = dict(base)
+    for key, new in extra.items():
+        old = result.get(key)
+        value = method_layer(new) if key == "method" and isinstance(new, str) else new
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changed = any(
+                tag in value and tag in old and value[tag] != old[tag] for tag in ("kind", "name")
+            )
+            result[key] = dict(value) if changed else merge(old, value)
+        else:
+            result[key] = value
+    return result
+
+
+_CHANGE = re.compile(r"\+(?=[A-Za-z_][A-Za-z0-9_.]*=)")
+
+
+def method_parts(text: str) -> tuple[str | None, str, list[str]]:
+    """Label, name and changes of a method written as `[label=]name[+field=value…]`."""
+    head, *changes = _CHANGE.split(text.strip())
+    label, sign, name = head.rpartition("=")
+    if not name or (sign and not label):
+        raise UserError(f"method {text!r}: must have the form [label=]name[+field=value…]")
+    return label or None, name, changes
+
+
+def method_layer(text: str) -> dict[str, Any]:
+    """The settings of a method written as `[label=]name[+field=value…]`."""
+    label, name, changes = method_parts(text)
+    return merge({"name": name} | ({"label": label} if label else {}), parse_overrides(changes))
+
+
+def import_function(path: str, field: str) -> Callable[..., Any]:
+    """The function at `package.module:function`. The module is looked for as Python does, then in the working directory."""
+    name, _, attribute = path.partition(":")
+    before = list(sys.path)
+    # an installed console script does not look where it is started
+    sys.path.append(str(Path.cwd()))
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{field} = {path!r}: importing {name!r} failed with {problem}") from error
+    finally:
+        sys.path[:] = before
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        hint = nearest(attribute, vars(module))
+        raise UserError(f"{field} = {path!r}: module {name!r} has no function {attribute!r}{hint}")
+    return function

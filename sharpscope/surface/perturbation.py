@@ -1,0 +1,250 @@
+"""Sharpness by perturbation: the rise of the loss within radius rho of the parameters.
+
+A perturbation is ε = T∘u with ‖u‖₂ ≤ rho, where T = 1, or T = |θ| for `asam`. Nothing is divided by a weight, so weights that
+are exactly zero are not perturbed by `asam`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from sharpscope.config.run import Check, SharpnessKind
+from sharpscope.errors import UserError, nearest
+from sharpscope.policy.directions import length
+from sharpscope.surface.estimate import Estimate, with_prompts
+from sharpscope.surface.surface import (
+    LossFn,
+    Surface,
+    check_derivatives,
+    check_once,
+    common_dtype,
+    flatten,
+    moved,
+    opened,
+)
+from sharpscope.traces.schema import MAX_SATURATION
+
+KINDS: tuple[SharpnessKind, ...] = get_args(SharpnessKind)
+MIN_SATURATION, TARGET_SATURATION = 0.05, 0.15
+EVALUATIONS = 16  # largest number of losses of the search for a radius
+
+
+@dataclass(frozen=True)
+class Sharpness:
+    """The rise of the loss at one radius. Its standard error over prompts neglects terms of second order in the radius."""
+
+    value: float  # L(θ+ε) − L(θ) [unit of the loss]
+    first_order: float  # rho·‖T∘∇L‖, the largest linearized rise in the ball
+    gradient_norm: float  # ‖∇L‖₂
+    loss: float  # L(θ)
+    ceiling: float  # the largest rise that the loss allows, 1 − L(θ) for `expected_failure`; NaN if it has no bound
+    rho: float  # radius
+    kind: SharpnessKind
+    why: str  # reason why the value is not reliable; empty if it is
+    seconds: float
+    # relative error found by `check_derivatives`; None if not checked, NaN if inconclusive
+    checked: float | None = None
+    # (k,) one value for each prompt, with mean `value`; None if not known
+    by_prompt: Tensor | None = None
+
+    @property
+    def saturation(self) -> float:
+        """Value / ceiling: above `MAX_SATURATION` the value measures the ceiling; NaN if there is none."""
+        return self.value / self.ceiling if self.ceiling > 0 else math.nan
+
+    def estimates(self) -> list[Estimate]:
+        """Rows of the `probes` table: the value, named after its kind, and `<kind>_first_order`."""
+        more: dict[str, Any] = {
+            "ceiling": self.ceiling,
+            "saturation": self.saturation,
+            "seconds": self.seconds,
+        }
+        more |= {
+            "converged": False if self.why else None,
+            "why": self.why,
+            "samples": 1,
+            "rho": self.rho,
+        }
+        whole = Estimate("perturbation", self.kind, self.value, **more)
+        why = self.why if math.isnan(self.first_order) else ""
+        first = Estimate(
+            "perturbation", f"{self.kind}_first_order", self.first_order, rho=self.rho, why=why
+        )
+        return [with_prompts(whole, self.by_prompt), first]
+
+
+def sharpness(
+    loss_fn: LossFn | Surface,
+    parameters: Sequence[Tensor] | None,
+    rho: float,
+    kind: SharpnessKind = "sam",
+    *,
+    check: Check = "first",
+    at: tuple[float, Tensor] | None = None,
+    base: Tensor | None = None,
+) -> Sharpness:
+    """Sharpness of any loss at the current parameters: its rise after one step of length rho along the gradient.
+
+    - `sam`: ε = rho·∇L/‖∇L‖ (arXiv 2010.01412).
+    - `asam`: ε = rho·T²∇L/‖T∇L‖ with T = |θ| and no stabilizer (arXiv 2102.11600).
+
+    Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises.
+
+    Args:
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`. It must be deterministic; 4 calls at the
+            start and 2 at the end are compared. Or a surface that is already guarded (see `lm_surface`).
+        parameters: leaf tensors. Half-precision tensors are perturbed as float32 copies; frozen ones are left out. None for a
+            surface.
+        rho: radius [parameters' L2 norm; relative to |θ| for `asam`].
+        kind: measure, see above.
+        check: when to compare the gradient of a closure with a finite difference of losses (see `check_derivatives`): `first` call
+            with this closure and these parameters, `always` or `off`.
+        at: (L(θ), ∇L(θ)) if already computed.
+        base: `surface.by_prompt()` at θ; None for no values by prompt.
+
+    Raises:
+        UserError: unknown kind, rho ≤ 0, a step below the resolution of the parameters, or a loss that is not deterministic.
+        CheckError: the gradient differs from the finite difference.
+
+    Examples:
+        SAM sharpness of ‖θ‖² at θ = (3, 4): ‖θ‖ = 5, so L(θ + ε) = (5 + 0.1)².
+
+        >>> import torch
+        >>> import sharpscope
+        >>> theta = torch.tensor([3.0, 4.0], dtype=torch.float64, requires_grad=True)
+        >>> rise = sharpscope.sharpness(lambda: theta.square().sum(), [theta], rho=0.1, kind="sam")
+        >>> round(rise.value, 6), round(rise.first_order, 6)
+        (1.01, 1.0)
+    """
+    if kind not in KINDS:
+        raise UserError(f"kind, '{kind}'{nearest(kind, KINDS)}")
+    if not (rho > 0 and math.isfinite(rho)):
+        raise UserError(f"rho, {rho}: must be positive and finite")
+    with opened(loss_fn, parameters, check) as (surface, known):
+        closure = parameters is not None
+        error = (
+            check_once(known, "gradient", check, lambda: check_derivatives(surface))
+            if closure
+            else None
+        )
+        began = time.perf_counter()
+        loss, gradient = surface.gradient() if at is None else at
+        scale = (
+            flatten([p.detach().abs() for p in surface.parameters], surface.parameters)
+            if kind == "asam"
+            else None
+        )
+        scaled = gradient if scale is None else gradient * scale  # ∇_u L = T∘∇L
+        along = length(scaled)
+        value, by_prompt, why = math.nan, None, ""
+        if not (math.isfinite(loss) and math.isfinite(along)):
+            why = f"the loss is {loss} and its gradient's norm {along}"
+        elif along == 0:
+            value, why = 0.0, "the gradient is zero, so one step has no direction"
+        else:
+            step = scaled * (rho / along)
+            with moved(surface.parameters, step if scale is None else step * scale):
+                if base is None:
+                    value = surface.value() - loss
+                else:
+                    by_prompt = surface.by_prompt() - base  # type: ignore[operator]
+                    value = float(by_prompt.mean())
+            rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
+            if not math.isfinite(value):
+                value, by_prompt, why = math.nan, None, "the perturbed loss is not finite"
+            elif abs(value) <= rounding and rounding > 0:
+                why = f"{value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
+        rest = (
+            length(gradient),
+            loss,
+            surface.ceiling(loss),
+            rho,
+            kind,
+            why,
+            time.perf_counter() - began,
+        )
+        return Sharpness(value, rho * along, *rest, error, by_prompt)
+
+
+@dataclass(frozen=True)
+class Radius:
+    """The radius of the perturbations of a model."""
+
+    rho: float  # NaN if none was found
+    # of SAM sharpness of `expected_failure` at `rho`; NaN if the radius was given
+    saturation: float = math.nan
+    evaluations: int = 0  # of the loss
+    seconds: float = 0.0
+    why: str = ""  # reason for NaN
+
+    def estimate(self) -> Estimate:
+        """Row `radius` of the `probes` table."""
+        more: dict[str, Any] = {
+            "samples": self.evaluations,
+            "seconds": self.seconds,
+            "saturation": self.saturation,
+        }
+        return Estimate("perturbation", "radius", self.rho, why=self.why, **more)
+
+
+def find_radius(surface: Surface) -> Radius:
+    """A radius at which SAM sharpness is a moderate part of its ceiling.
+
+    From the radius at which the first-order term predicts `TARGET_SATURATION`, the radius is changed by growing factors until the
+    target is bracketed, then log rho is bisected. The search ends within a factor of 4/3 of the target, or after `EVALUATIONS` losses
+    with the best radius whose saturation is between `MIN_SATURATION` and `MAX_SATURATION`. The surface is guarded.
+    """
+    began = time.perf_counter()
+    loss, gradient = surface.gradient()
+    ceiling, norm = surface.ceiling(loss), length(gradient)
+
+    def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
+        return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
+
+    if not ceiling > 0 or not norm > 0 or not math.isfinite(norm):
+        reason = (
+            "no completion is correct" if ceiling == 0 else f"the gradient's norm is {norm:.3g}"
+        )
+        return ended(
+            math.nan,
+            math.nan,
+            0,
+            f"no radius: {reason}, so the expected failure cannot rise; set probes.rho",
+        )
+    rho = TARGET_SATURATION * ceiling / norm
+    lower, upper, factor = 0.0, math.inf, 2.0
+    best, seen = (math.inf, math.nan, math.nan), []  # (distance, rho, saturation)
+    for number in range(1, EVALUATIONS + 1):
+        try:
+            with moved(surface.parameters, gradient * (rho / norm)):
+                saturation = (surface.value() - loss) / ceiling
+        except UserError:  # below the parameters' resolution
+            saturation = 0.0
+        seen.append(f"{saturation:.2f} at {rho:.2g}")
+        distance = abs(math.log(saturation / TARGET_SATURATION)) if saturation > 0 else math.inf
+        if MIN_SATURATION <= saturation <= MAX_SATURATION:
+            best = min(best, (distance, rho, saturation))
+        if distance <= math.log(4 / 3):
+            return ended(rho, saturation, number)
+        if saturation < TARGET_SATURATION:
+            lower = rho
+        else:  # also where it is not finite
+            upper = rho
+        if lower > 0 and math.isfinite(upper):
+            rho = math.sqrt(lower * upper)
+        else:
+            rho, factor = rho * factor if lower > 0 else rho / factor, 2 * factor
+    limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g} (found {', '.join(seen[-3:])})"
+    why = (
+        ""
+        if math.isfinite(best[0])
+        else f"no radius with a saturation between {limits}; set probes.rho"
+    )
+    return ended(best[1], best[2], EVALUATIONS, why)
