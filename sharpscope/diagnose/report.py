@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,15 @@ _NAMES = {"TRL": "trl", "HF Trainer": "trl", "verl": "verl", "sharpscope": "shar
 _WORDS = {"up": "rises", "down": "falls", "flat": "levels off"}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A cause that a recorded run shows and a log cannot, such as the tokens behind a spike."""
+
+    sentence: str  # what happened and when, as the first line of a report
+    step: int | None = None  # the first step that shows it
+    details: tuple[str, ...] = ()  # lines of evidence below the sentence
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     """What a log shows."""
@@ -33,10 +42,17 @@ class Diagnosis:
     log: Log
     findings: list[Finding]  # rules that applied, most severe first; the text shows `MOST` of them
     order: list[Change]  # of the quantities, by step
+    causes: tuple[Cause, ...] = ()  # come before the findings
+
+    def with_causes(self, causes: Sequence[Cause]) -> Diagnosis:
+        """The same diagnosis with causes in front of its findings, the likeliest cause first."""
+        return replace(self, causes=tuple(causes))
 
     @property
     def finding(self) -> str:
-        """The main finding in one sentence."""
+        """The main finding in one sentence: the first cause, else the first finding."""
+        if self.causes:
+            return self.causes[0].sentence
         frame = self.log.frame
         if not self.findings:
             names = ", ".join(BY_NAME[name].title for name in frame.columns[:6])
@@ -90,6 +106,7 @@ class Diagnosis:
         """The content of the JSON output; see docs/diagnose.md."""
         return {
             "finding": self.finding,
+            "causes": [asdict(cause) for cause in self.causes],
             "framework": self.log.framework,
             "steps": [int(self.log.frame.index[0]), int(self.log.frame.index[-1])],
             "findings": [
@@ -115,7 +132,12 @@ class Diagnosis:
     def text(self) -> str:
         """The diagnosis for a terminal."""
         log, more = self.log, len(self.findings) - MOST
-        lines = [self.finding, ""]
+        lines = [self.finding]
+        for number, cause in enumerate(self.causes):
+            if number:
+                lines.append(cause.sentence)
+            lines.extend(f"  {detail}" for detail in cause.details)
+        lines.append("")
         for finding in self.findings[:MOST]:
             quantity, (meaning, advice) = BY_NAME[finding.began.quantity], self.advice(finding)
             line = sparkline(log.finite(finding.began.quantity).to_numpy(float), log=quantity.log)

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from sharpscope.diagnose import Log, changes, diagnose, find, read_log
+from sharpscope.diagnose.report import Cause
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import reward_gap
 from tests.diagnose.trainers import TRAINERS, healthy, run, write
@@ -273,6 +274,17 @@ def test_the_next_command_names_the_checkpoint_before_the_symptom(tmp_path):
         found.findings[0]
     )
     assert "go back to global_step_60" in found.advice(found.findings[0])[1]
+
+
+def test_a_cause_comes_before_the_findings(tmp_path):
+    frame = healthy(120)
+    frame.loc[60:, "reward"] = 0.02
+    found = diagnose(write(frame.to_dict("records"), tmp_path))
+    cause = Cause(sentence="Step 60 was 9 tokens.", step=60, details=("token 7: 40 %",))
+    told = found.with_causes([cause])
+    assert told.finding == told.as_dict()["finding"] == "Step 60 was 9 tokens."
+    assert told.text().split("\n")[:3] == ["Step 60 was 9 tokens.", "  token 7: 40 %", ""]
+    assert told.text().split("\n")[3:] == found.text().split("\n")[2:]
 
 
 def test_a_reward_that_falls_with_the_accuracy_is_no_gap():
