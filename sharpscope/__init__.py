@@ -20,12 +20,15 @@ if TYPE_CHECKING:
     from sharpscope.surface import curvature as curvature
     from sharpscope.surface import sharpness as sharpness
     from sharpscope.surface import update_direction as update_direction
+    from sharpscope.tokens import Clip as Clip
+    from sharpscope.tokens import Outcome as Outcome
     from sharpscope.tokens import attribute as attribute
+    from sharpscope.tokens import effects as effects
     from sharpscope.tokens import score_norms as score_norms
     from sharpscope.traces import load_run as load_run
     from sharpscope.traces import load_runs as load_runs
 
-_TOKENS = ("attribute", "score_norms")
+_TOKENS = ("Clip", "Outcome", "attribute", "effects", "score_norms")
 _SURFACE = ("critical_sharpness", "curvature", "sharpness", "update_direction")
 _MODULES = {
     **dict.fromkeys(_TOKENS, "sharpscope.tokens"),

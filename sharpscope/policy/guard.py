@@ -150,6 +150,37 @@ def gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.grad = gradient
 
 
+@contextmanager
+def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which half-precision tensors are replaced by float32 copies; the original storage is not written to.
+
+    Perturbations are below the resolution of half precision: rho = 0.05 over 1.5 B parameters moves each by 1.3e-6.
+    """
+    before = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, data in before:
+            if data.dtype in (torch.bfloat16, torch.float16):
+                tensor.data = data.float()
+        yield
+    finally:
+        for tensor, data in before:
+            tensor.data = data
+
+
+@contextmanager
+def moved_by(parameters: Sequence[Tensor], steps: Sequence[Tensor | None]) -> Iterator[None]:
+    """Context in which the parameters are θ + step; afterwards they have their original storage, which was not written to."""
+    before = [parameter.data for parameter in parameters]
+    try:
+        for parameter, step in zip(parameters, steps, strict=True):
+            if step is not None:
+                parameter.data = parameter.data + step
+        yield
+    finally:
+        for parameter, data in zip(parameters, before, strict=True):
+            parameter.data = data
+
+
 def remembered(model: nn.Module) -> dict[str, Any]:
     """A cache of facts about a model: a dictionary that is empty again after the model has changed.
 

@@ -136,6 +136,37 @@ def _in_chunks(
     return torch.cat(parts) if parts else hidden.sum(1)
 
 
+def flat_kl(
+    hidden: Tensor, head: Head, other_hidden: Tensor, other_head: Head, temperature: float
+) -> Tensor:
+    """KL(p‖q) (M,) [nats] over the whole vocabulary of p = softmax(z/T) and q = softmax(z'/T), differentiable in both."""
+    bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
+    parts = [
+        checkpoint(
+            _kl,
+            hidden[a:b],
+            head,
+            other_hidden[a:b],
+            other_head,
+            temperature,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES)
+    ]
+    return torch.cat(parts) if parts else hidden.sum(1)
+
+
+def _kl(
+    hidden: Tensor, head: Head, other_hidden: Tensor, other_head: Head, temperature: float
+) -> Tensor:
+    p, q = (
+        torch.log_softmax(layer.logits(states) / temperature, -1)
+        for layer, states in ((head, hidden), (other_head, other_hidden))
+    )
+    return (p.exp() * (p - q)).sum(-1)
+
+
 def _logp(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
     return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, targets[:, None])[
         :, 0

@@ -22,7 +22,7 @@ from sharpscope.policy.directions import inner
 from sharpscope.policy.guard import random_state
 from sharpscope.policy.sharding import is_shard, local_part, reshard, sum_over_parts
 from sharpscope.surface.estimate import Estimate
-from sharpscope.tokens.attribution import coming_step
+from sharpscope.tokens.optimizer_steps import coming_step
 
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
 EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
@@ -430,7 +430,7 @@ def update_direction(
     take Δ = (θ_before − θ_after)/lr from a copy of the weights.
 
     Args:
-        optimizer: `torch.optim.AdamW`, or `Adam` without weight decay.
+        optimizer: AdamW, Adam or SGD of `torch.optim`.
         parameters: a model, for all of its trainable parameters, or parameters of the optimizer.
         clip_factor: factor by which clipping will multiply the gradients; 1 if `.grad` is clipped already.
 

@@ -17,7 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.directions import length
-from sharpscope.policy.guard import gradients, random_state, remembered_closure
+from sharpscope.policy.guard import (
+    gradients,
+    random_state,
+    remembered_closure,
+    working_precision,
+)
 
 if TYPE_CHECKING:
     from sharpscope.config.run import Check
@@ -199,23 +204,6 @@ def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
     if not trainable:
         raise UserError("parameters, none requires grad: pass tensors with requires_grad=True")
     return trainable
-
-
-@contextmanager
-def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which half-precision tensors are replaced by float32 copies; the original storage is not written to.
-
-    Perturbations are below the resolution of half precision: rho = 0.05 over 1.5 B parameters moves each by 1.3e-6.
-    """
-    before = [(tensor, tensor.data) for tensor in tensors]
-    try:
-        for tensor, data in before:
-            if data.dtype in (torch.bfloat16, torch.float16):
-                tensor.data = data.float()
-        yield
-    finally:
-        for tensor, data in before:
-            tensor.data = data
 
 
 @contextmanager

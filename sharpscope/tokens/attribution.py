@@ -9,7 +9,7 @@ the whole distribution) are the remainder ⟨∇L − Σ_t c_t ∇log π_t, u⟩
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -167,64 +167,3 @@ def failure_coefficients(mask: Tensor, success: Tensor) -> Tensor:
     (N, S), 1 on completion tokens; `success` (N,) R in [0, 1].
     """
     return -mask.to(success) * success[:, None] / len(mask)
-
-
-@torch.no_grad()
-def coming_step(
-    optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
-    gradients: Sequence[Tensor | None],
-    clip_factor: float | Sequence[float] = 1.0,
-    *,
-    per_lr: bool = False,
-) -> Iterator[Tensor | None]:
-    """Δθ that `optimizer.step()` would make with these gradients, one parameter after the other; its state is not changed.
-
-    Sharded parameters give sharded steps.
-
-    Args:
-        optimizer: AdamW, or Adam without weight decay.
-        parameters: trainable parameters in the model's order.
-        gradients: one for each parameter, unclipped; None: the parameter does not move, and None is yielded.
-        clip_factor: κ, which clipping multiplies the gradients by, or one for each parameter.
-        per_lr: give the step divided by the largest learning rate of the groups, also where that is 0.
-    """
-    factors = (
-        [clip_factor] * len(parameters) if isinstance(clip_factor, int | float) else clip_factor
-    )
-    settings = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    largest = max(float(group["lr"]) for group in optimizer.param_groups)
-    for parameter, gradient, factor in zip(parameters, gradients, factors, strict=True):
-        group = settings.get(id(parameter))
-        if group is None or gradient is None:
-            yield None
-            continue
-        plain = isinstance(optimizer, torch.optim.Adam) and group["weight_decay"] == 0
-        if not plain and not isinstance(optimizer, torch.optim.AdamW):
-            name = type(optimizer).__name__
-            raise UserError(
-                f"optimizer, {name}: its step can be computed for AdamW, and Adam without weight decay"
-            )
-        for option in ("amsgrad", "maximize"):
-            if group.get(option):
-                raise UserError(
-                    f"optimizer, {option}: the step with it cannot be computed; switch it off"
-                )
-        beta1, beta2 = group["betas"]
-        lr, decay = float(group["lr"]), group["weight_decay"]
-        if per_lr:
-            lr = lr / largest if largest > 0 else 1.0
-        state = optimizer.state.get(parameter, {})
-        k = float(state.get("step", 0)) + 1
-        m = state.get("exp_avg", torch.zeros_like(parameter))
-        v = state.get("exp_avg_sq", torch.zeros_like(parameter))
-        g = gradient * factor
-        root = (
-            (v * beta2)
-            .addcmul_(g, g, value=1 - beta2)
-            .div_(1 - beta2**k)
-            .sqrt_()
-            .add_(group["eps"])
-        )
-        rate = lr / (1 - beta1**k) / root
-        yield -beta1 * rate * m + -(1 - beta1) * rate * g + -lr * decay * parameter

@@ -197,8 +197,8 @@ def test_direction_and_slope_are_those_of_the_next_step(kind):
         optimizer.step()
         for old, new, along in zip(before, parameters, direction, strict=False):
             torch.testing.assert_close(old - 0.05 * along, new.detach(), rtol=1e-5, atol=1e-6)
-    with pytest.raises(UserError, match="SGD"):
-        update_direction(torch.optim.SGD(parameters, lr=0.1), parameters)
+    with pytest.raises(UserError, match="RMSprop"):
+        update_direction(torch.optim.RMSprop(parameters, lr=0.1), parameters)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
