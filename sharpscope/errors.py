@@ -43,8 +43,25 @@ def first_line(error: BaseException) -> str:
 def nearest(name: str, valid: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the element of `valid` closest to `name`, or up to LISTED of them if none is close."""
     names = sorted(valid)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    known = {one.lower(): one for one in names}
+    close = difflib.get_close_matches(name.lower(), known, n=6, cutoff=0.5)
+    if close:
+        best = min(close, key=lambda one: edits(name.lower(), one))  # the first of equal ones
+        return f"; did you mean '{known[best]}'?"
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return (
-        f"; did you mean '{close[0]}'?" if close else f"; valid: {', '.join(names[:LISTED])}{more}"
-    )
+    return f"; valid: {', '.join(names[:LISTED])}{more}"
+
+
+def edits(one: str, other: str) -> int:
+    """Fewest letters to insert, remove, replace, or swap with their neighbor, that make `other` of `one`."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, wanted in enumerate(other, 1):
+            least = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+                least = min(least, before[j - 2] + 1)
+            row.append(least)
+        before, last = last, row
+    return last[-1]

@@ -23,7 +23,7 @@ from sharpscope.methods.token_weights import (
 )
 from sharpscope.packaged import package_yaml
 from sharpscope.settings.base import Part, short, validate
-from sharpscope.settings.reading import merge, method_layer, method_parts
+from sharpscope.settings.reading import function_path, merge, method_layer
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ def _applies(method: Method, suffix: str) -> bool:
 def named_method(name: str) -> Method:
     """The method called `name`.
 
-    It is one of `method_names`; `module:function`, plain GRPO with the user's own token weights; or either with the suffix of
-    a control (`SUFFIXES`).
+    It is one of `method_names`; `module:function` or `file.py:function`, plain GRPO with the user's own token weights; or
+    either with the suffix of a control (`SUFFIXES`).
 
     Raises:
         UserError: The method is unknown, or the control does not apply to it.
@@ -112,10 +112,11 @@ def named_method(name: str) -> Method:
                 f"method = {name!r}: control {suffix!r} does not apply to {base!r}, whose weights {why}"
             )
         return method.model_copy(
-            update={"name": name, "weight": SUFFIXES[suffix][1](method.weight)}
+            update={"name": f"{method.name}-{suffix}", "weight": SUFFIXES[suffix][1](method.weight)}
         )
     if ":" in name:
-        return Method(name=name, weight=CustomWeight(function=name))
+        path = function_path(name)
+        return Method(name=path, weight=CustomWeight(function=path))
     close = nearest(name, [*method_names(), *control_names()])
     hint = (
         close
@@ -182,7 +183,8 @@ def expand_method(given: Any) -> dict[str, Any]:
         raise UserError(
             f"method = {short(given)}: must be a method's name or a mapping with a name"
         )
-    return merge(named_method(str(given.get("name", "grpo"))).model_dump(mode="json"), given)
+    base = named_method(str(given.get("name", "grpo"))).model_dump(mode="json")
+    return merge(base, {**given, "name": base["name"]})
 
 
 def parse_method(text: str) -> Method:
@@ -192,16 +194,17 @@ def parse_method(text: str) -> Method:
 
 
 def parse_methods(texts: Sequence[str]) -> dict[str, Method]:
-    """Several methods (`parse_method`) by label, without one by their text."""
+    """Several methods (`parse_method`) by label, without one by `method_label`: the name that a run of them has."""
     found: dict[str, Method] = {}
     for text in texts:
-        label = method_parts(text)[0] or text.strip()
-        if label in found:
-            raise UserError(f"--methods {label}: given twice; give one a label: label=method")
         try:
-            found[label] = parse_method(text)
+            method = parse_method(text)
         except UserError as error:
             raise UserError(f"--methods {text}: {error}") from None
+        label = method_label(method)
+        if label in found:
+            raise UserError(f"--methods {label}: given twice; give one a label: label=method")
+        found[label] = method
     if not found:
         raise UserError("--methods: names nothing; `sharpscope methods` lists the methods")
     return found

@@ -5,15 +5,16 @@ Importing this module does not import torch: formulas get it as `xp`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.settings.base import NonNegative, Part, Positive, Schedule, Share
-from sharpscope.settings.reading import import_function
+from sharpscope.settings.reading import function_path, import_function, what_raised
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -215,34 +216,52 @@ class PowerWeight(Weighting):
 
 
 class CovarianceGaussianWeight(Weighting):
-    """w = exp(−(c − mean c)²/(2 std(c)²)), c_t = (ln π_t − mean ln π)(A_t − mean A) (covariance-aware GRPO, arXiv 2605.11538).
+    """w = exp(−(c − m)²/(2σ²)), c_t = (ln π_t − mean ln π)(A_t − mean A) (covariance-aware GRPO, arXiv 2605.11538).
 
-    The means in c_t run over all loss tokens of the step. The kernel is published; the tokens over which c is normalized are
-    not, so there are two readings (`over`). w = 1 where std(c) = 0 (population std).
+    Published: m = 0, σ the std of c over the step, and w̃_t = w_t·N_g/Σ_g w over the N_g loss tokens of the token's group,
+    so that their mean is 1. The means in c_t run over all loss tokens of the step. σ divides by the number of tokens (the
+    source does not say); w = 1 where σ = 0.
     """
 
     kind: Literal["covariance_gaussian"] = "covariance_gaussian"
-    over: Literal["step", "completion"] = "step"
-    """Tokens of the mean and std of c: all loss tokens of the step, or those of the token's completion (with one
-    advantage for each completion: exp(−z²/2), z the standardized ln π of the completion)."""
+    over: Literal["group", "step", "completion"] = "group"
+    """group: as published; step and completion: m and σ are mean and std of c over all loss tokens of the step, or over
+    those of the token's completion, and the weights are not divided by their mean."""
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
-        mask, covariance = step.mask.bool(), step.covariance
+        mask, covariance = step.mask.bool(), step.covariance  # c is 0 outside the mask
         if self.over == "completion":
-            count = mask.sum(1, keepdim=True).clamp(min=1)  # (N, 1)
-            mean = covariance.sum(1, keepdim=True) / count  # c is 0 outside the mask
-            std = (
-                xp.where(mask, covariance - mean, 0.0).square().sum(1, keepdim=True) / count
-            ).sqrt()
-            # equal values differ by rounding
-            varies = std > 1e-12 * covariance.abs().amax(1, keepdim=True)
+            count = mask.sum(1, keepdim=True).clamp(min=1)
+            mean = covariance.sum(1, keepdim=True) / count  # (N, 1)
+            square = xp.where(mask, covariance - mean, 0.0).square().sum(1, keepdim=True)
+            std = (square / count).sqrt()
         else:
             inside = covariance[mask]
             mean, std = inside.mean(), inside.std(correction=0)
-            varies = std > 0
-        scaled = (covariance - mean) / xp.where(varies, std, 1.0)
-        weight: Tensor = xp.where(varies, xp.exp(-(scaled**2) / 2), 1.0)
+        # equal values differ by rounding
+        varies = std > 1e-12 * covariance.abs().amax(1, keepdim=True)
+        middle = 0.0 if self.over == "group" else mean
+        exponent = -(((covariance - middle) / xp.where(varies, std, 1.0)) ** 2) / 2
+        exponent = xp.where(varies, exponent, 0.0)
+        if self.over == "group":
+            weight = _mean_one_by_group(exponent, mask, step.group, xp)
+        else:
+            weight = xp.exp(exponent)
         return weight.to(step.logp.dtype)
+
+
+def _mean_one_by_group(exponent: Tensor, mask: Tensor, group: Tensor, xp: Any) -> Tensor:
+    """exp(exponent) (N, T) divided by its mean over the loss tokens of the row's group (N,)."""
+    labels, member = group.to(mask.device).unique(return_inverse=True)
+    highest = xp.where(mask, exponent, -xp.inf).amax(1)  # (N,)
+    top = highest.new_full((len(labels),), -xp.inf).scatter_reduce(0, member, highest, "amax")
+    # a common factor of a group cancels; with its largest weight at 1, no sum underflows
+    top = xp.where(xp.isfinite(top), top, 0.0)[member][:, None]  # (N, 1)
+    weight = xp.where(mask, xp.exp(xp.where(mask, exponent, 0.0) - top), 0.0)
+    sums = weight.new_zeros(len(labels), 2)
+    sums.index_add_(0, member, xp.stack([weight.sum(1), mask.sum(1).to(weight)], 1))
+    total, count = sums[member].unbind(1)
+    return weight * (count / xp.where(total > 0, total, 1.0))[:, None]
 
 
 class PolarityWeight(Weighting):
@@ -387,7 +406,9 @@ class CustomWeight(Weighting):
     """A weight of the user's own, a function at the import path `package.module:function`."""
 
     kind: Literal["custom"] = "custom"
-    function: str = Field(description="`package.module:function`.", pattern=".:.")
+    function: Annotated[str, AfterValidator(function_path)] = Field(
+        description="`package.module:function`, or `file.py:function`.", pattern=".:."
+    )
     arguments: dict[str, float | int | str | bool] = Field(default_factory=dict)
     """Keyword arguments passed on to the function."""
 
@@ -406,7 +427,15 @@ class CustomWeight(Weighting):
 
     def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
         """What the function returns."""
-        weight = self._imported()(step, **self.arguments)
+        function = self._imported()
+        try:
+            weight = function(step, **self.arguments)
+        except UserError:
+            raise
+        except Exception as error:  # whatever the user's function raises
+            code = getattr(inspect.unwrap(function), "__code__", None)
+            problem = what_raised(error, code.co_filename if code else None)
+            raise UserError(f"method.weight: {self.title} failed with {problem}") from error
         shape, given = tuple(step.mask.shape), tuple(getattr(weight, "shape", ()))
         if not isinstance(weight, xp.Tensor) or given != shape or not weight.is_floating_point():
             found = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import reduce
 from itertools import chain
@@ -185,16 +186,24 @@ def method_layer(text: str) -> dict[str, Any]:
     return merge({"name": name} | ({"label": label} if label else {}), parse_overrides(changes))
 
 
-def import_function(path: str, field: str) -> Callable[..., Any]:
-    """The function at `package.module:function`. The module is looked for as Python does, then in the working directory."""
+def function_path(path: str) -> str:
+    """`package.module:function` of that, or of a file in the working directory: `mine.py:function`, `package/mine.py:function`."""
     name, _, attribute = path.partition(":")
+    if name.endswith(".py"):
+        name = name.removesuffix(".py").removeprefix("./").replace("/", ".")
+    return f"{name}:{attribute}"
+
+
+def import_function(path: str, field: str) -> Callable[..., Any]:
+    """The function at a path (`function_path`). The module is looked for as Python does, then in the working directory."""
+    name, _, attribute = function_path(path).partition(":")
     before = list(sys.path)
     # an installed console script does not look where it is started
     sys.path.append(str(Path.cwd()))
     try:
         module = importlib.import_module(name)
     except Exception as error:  # whatever a user's module raises while it is imported
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
+        problem = what_raised(error)
         raise UserError(f"{field} = {path!r}: importing {name!r} failed with {problem}") from error
     finally:
         sys.path[:] = before
@@ -203,3 +212,19 @@ def import_function(path: str, field: str) -> Callable[..., Any]:
         hint = nearest(attribute, vars(module))
         raise UserError(f"{field} = {path!r}: module {name!r} has no function {attribute!r}{hint}")
     return function
+
+
+def what_raised(error: BaseException, file: str | None = None) -> str:
+    """An exception of the user's code on one line, with the last place in `file` (None: any but Python's own import) that led to it."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    places = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (frame.filename == file if file else not _ours(frame.filename))
+    ]
+    return f"{text} ({places[-1].filename}, line {places[-1].lineno})" if places else text
+
+
+def _ours(file: str) -> bool:
+    """Whether a file is this module or belongs to Python's import system."""
+    return file == __file__ or file.startswith("<frozen") or "importlib" in file

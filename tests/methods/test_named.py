@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,6 +161,46 @@ def test_own_weights_are_a_method_wherever_methods_are_named():
     )
 
 
+def test_own_weights_by_module_or_by_file_are_one_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "shapes").mkdir()
+    for name in ("mine_here.py", "shapes/mine_below.py"):
+        (tmp_path / name).write_text("def half(step):\n    return step.logp * 0 + 0.5\n")
+    monkeypatch.chdir(tmp_path)
+    for file, module in (
+        ("mine_here.py", "mine_here"),
+        ("./mine_here.py", "mine_here"),
+        ("shapes/mine_below.py", "shapes.mine_below"),
+    ):
+        for suffix in ("", "-shuffled"):
+            found = named_method(f"{file}:half{suffix}")
+            assert found == named_method(f"{module}:half{suffix}")
+            assert list(parse_methods([f"{file}:half{suffix}"])) == [f"{module}:half{suffix}"]
+            assert build_config(values={"method": f"{file}:half{suffix}"}).method == found
+        weight = {"kind": "custom", "function": f"{file}:half"}
+        by_weight = Method.model_validate({"name": "x", "weight": weight})
+        assert by_weight.weight == named_method(f"{module}:half").weight
+
+
+def test_a_method_has_one_name_in_runs_and_in_forks():
+    """The label of an arm without one is the name that its run has: numbers and order as in `method_label`."""
+    texts = [
+        "grpo-sg-mean-one",
+        "grpo-sg-mean-one+weight.of.U=4.0",
+        "grpo-sg + weight.tau=4".replace(" ", ""),
+    ]
+    found = parse_methods(texts)
+    assert list(found) == [
+        "grpo-sg-mean-one",
+        "grpo-sg-mean-one+weight.of.U=4",
+        "grpo-sg+weight.tau=4",
+    ]
+    assert list(found) == [method_label(build_config(values={"method": t}).method) for t in texts]
+    with pytest.raises(UserError, match="given twice"):
+        parse_methods(["grpo-sg+weight.U=4", "grpo-sg+weight.U=4.0"])
+
+
 def test_controls_of_own_weights():
     plain, mask, mass = weights(named_method(OWN))
     # bounds 0.5 and 1.5
@@ -172,6 +213,10 @@ def test_controls_of_own_weights():
 
 MISTAKES = [
     ("grpo-gs", "did you mean 'grpo-sg'"),
+    ("gpro", "did you mean 'grpo'?"),
+    ("gpsO", "did you mean 'gspo'?"),
+    ("covgrpo", "did you mean 'cov-grpo'?"),
+    ("no_such.py:function", "importing 'no_such' failed with ModuleNotFoundError"),
     ("grpo-shuffled", "whose weights are all 1"),
     ("cov-grpo-reverse", "whose weights have no bounds"),
     ("", "must have the form [label=]name"),

@@ -26,7 +26,7 @@ from sharpscope.methods.token_weights import (
     StareWeight,
     UniformWeight,
 )
-from tests.methods.data import LIMIT, Case, make_case, step_of
+from tests.methods.data import LIMIT, Case, make_case, plain_step, step_of
 from tests.methods.test_objective import ORACLES, TOY
 
 laws = settings(max_examples=12, deadline=None, derandomize=True)
@@ -127,6 +127,35 @@ def test_controls_keep_what_they_promise(seed: int, base: str):
         torch.testing.assert_close(
             weights(f"{base}-reverse", case)[mask], low + high - plain[mask], rtol=1e-14, atol=0
         )
+
+
+@laws
+@given(seeds)
+def test_covariance_weights_have_mean_one_in_every_group(seed: int):
+    case = make_case(named_method("cov-grpo"), seed)
+    weight, mask = token_weights(named_method("cov-grpo").weight, case.step), case.mask
+    c = case.step.covariance
+    raw = (-(c**2) / (2 * c[mask].var(correction=0))).exp()
+    rows = [case.step.group == label for label in case.step.group.unique()]
+    assert len(rows) == 3
+    for row in rows:
+        inside = weight[row][mask[row]]
+        assert inside.mean().item() == pytest.approx(1.0, abs=1e-14)
+        torch.testing.assert_close(inside, raw[row][mask[row]] / raw[row][mask[row]].mean())
+    assert not weight[~mask].any()
+
+
+def test_a_group_of_extreme_tokens_alone_keeps_its_mass():
+    """One of 4,000 tokens, 60 σ from the others, alone in its group: exp(−1800) is 0, its share of the group is 1."""
+    logp = torch.full((2, 4000), -1e-3, dtype=torch.float64)
+    logp[0, 0], mask = -40.0, torch.ones(2, 4000, dtype=torch.bool)
+    mask[0, 1:] = False
+    advantage = torch.tensor([1.0, -1.0], dtype=torch.float64)
+    step = plain_step(mask, torch.tensor([0, 1]), advantage, logp)
+    weight = token_weights(named_method("cov-grpo").weight, step)
+    assert weight[0, 0] == 1.0 and weight[1].mean().item() == pytest.approx(1.0, abs=1e-12)
+    flat = plain_step(mask, torch.tensor([0, 1]), advantage, torch.full_like(logp, -0.1))
+    assert torch.equal(token_weights(named_method("cov-grpo").weight, flat), mask.double())
 
 
 @pytest.mark.parametrize("name", sorted(ORACLES))

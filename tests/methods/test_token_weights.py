@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,3 +260,22 @@ def test_a_function_that_is_wrong_is_named_with_the_reason(
     with pytest.raises(UserError, match=message) as error:
         token_weights(CustomWeight(function=f"{__name__}:bad"), step_of(logp=[-1.0, -2.0]))
     assert "\n" not in str(error.value) and f"{__name__}:bad" in str(error.value)
+
+
+def test_a_function_that_raises_is_named_with_file_and_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The last line of the user's own file, also where torch raises deeper."""
+    (tmp_path / "raising.py").write_text(
+        "def low(step):\n    return step.nothing\n\n\ndef deep(step):\n"
+        "    x = step.logp\n    return x.reshape(\n        7, 7)\n"
+    )
+    (tmp_path / "broken.py").write_text("x = 1\ny = x / 0\n")
+    monkeypatch.chdir(tmp_path)
+    for name, line, what in (("low", 2, "AttributeError"), ("deep", 7, "RuntimeError")):
+        with pytest.raises(UserError) as error:
+            token_weights(CustomWeight(function=f"raising.py:{name}"), step_of(logp=[-1.0, -2.0]))
+        assert f"raising:{name}" in str(error.value) and "\n" not in str(error.value)
+        assert f"raising.py, line {line})" in str(error.value) and what in str(error.value)
+    with pytest.raises(UserError, match=r"ZeroDivisionError: .*broken\.py, line 2\)"):
+        named_method("broken:f")

@@ -217,6 +217,19 @@ def gaussian(values: dict) -> dict:
     }
 
 
+def cov_grpo(b: Batch) -> Tensor:
+    """w = exp(−c²/(2σ²)), times the tokens of the group over their sum of w."""
+    c = covariances(b)
+    mean = sum(c.values()) / len(c)
+    variance = sum((x - mean) ** 2 for x in c.values()) / len(c)
+    w = {k: math.exp(-(x**2) / (2 * variance)) if variance else 1.0 for k, x in c.items()}
+    weight = {}
+    for i, t in c:
+        mine = [w[k] for k in c if b.group[k[0]] == b.group[i]]
+        weight[i, t] = w[i, t] * len(mine) / sum(mine)
+    return clipped(b, weight=weight)
+
+
 def cov_grpo_completion(b: Batch) -> Tensor:
     """Standardized ln π of the completion: c is that, times and plus what is the same for all tokens of a completion."""
     weight: dict = {}
