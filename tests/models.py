@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sharpscope.surface.language_model import Objective, token_batch
-from sharpscope.surface.surface import Operator
+from sharpscope.surface.operators import Operator
 from tests.oracles.token_gradients import dense_hessian
 
 COMMON = dict(

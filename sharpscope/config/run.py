@@ -157,7 +157,8 @@ class RecordingSpec(Spec):
 
 ObjectiveName = Literal["nll", "expected_failure"]
 SharpnessKind = Literal["sam", "asam"]
-Backend = Literal["lanczos", "pyhessian"]
+Backend = Literal["lanczos", "pyhessian", "curvlinops"]
+OperatorName = Literal["hessian", "finite_difference", "gauss_newton", "fisher", "empirical_fisher"]
 Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""

@@ -12,7 +12,6 @@ from sharpscope.surface.critical import (
     update_slope,
 )
 from sharpscope.surface.estimate import Estimate, columns, labeled, problems, prompt_columns
-from sharpscope.surface.hessian import Curvature, curvature
 from sharpscope.surface.language_model import Objective, lm_surface, rollout_batch
 from sharpscope.surface.perturbation import Radius, Sharpness, find_radius, sharpness
 from sharpscope.surface.runner import (
@@ -30,3 +29,4 @@ from sharpscope.surface.runner import (
     run,
     text_batches,
 )
+from sharpscope.surface.spectrum import Curvature, curvature

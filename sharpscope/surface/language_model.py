@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.run import Check, ObjectiveName
-from sharpscope.errors import CheckError, UserError
+from sharpscope.config.run import Check, ObjectiveName, OperatorName
+from sharpscope.errors import CheckError, UserError, nearest
 from sharpscope.policy import (
     Rollouts,
     backbone,
@@ -27,16 +27,21 @@ from sharpscope.policy import (
     length_buckets,
     output_head,
 )
-from sharpscope.policy.guard import guarded, remembered, tolerance
+from sharpscope.policy.guard import group_names, guarded, remembered, tolerance
 from sharpscope.policy.token_stats import flat_logp
-from sharpscope.surface.surface import (
+from sharpscope.surface.operators import (
     Operator,
+    common_dtype,
+    empirical_fisher_product,
+    fisher_product,
+    flatten,
+    gauss_newton_product,
+    graph_product,
+)
+from sharpscope.surface.surface import (
     Surface,
     check_derivatives,
     checked_parameters,
-    common_dtype,
-    flatten,
-    graph_product,
     working_precision,
 )
 from sharpscope.tokens.rows import left_aligned
@@ -218,16 +223,26 @@ class LmSurface(Surface):
         microbatch_tokens: int,
         memory_mb: float,
         known: dict[str, Any],
+        selection: str = "all",
     ) -> None:
         self.model, self.objective, self.known = model, objective, known
-        self.parameters = checked_parameters(list(model.parameters()))
+        self.selection = selection  # see `select_parameters`
+        self.parameters = checked_parameters(select_parameters(model, selection))
         self._backbone, self._head = backbone(model), output_head(model)
         self._tokens, self._memory_mb = microbatch_tokens, memory_mb
         self._microbatches = self._cut()
 
     def over(self, objective: Objective) -> LmSurface:
         """The surface of another objective of the same model and parameters."""
-        return LmSurface(self.model, objective, self._tokens, self._memory_mb, self.known)
+        return LmSurface(
+            self.model, objective, self._tokens, self._memory_mb, self.known, self.selection
+        )
+
+    def restricted(self, selection: str) -> LmSurface:
+        """The surface over some of the parameters, the others fixed: its operators are the blocks of the whole ones."""
+        return LmSurface(
+            self.model, self.objective, self._tokens, self._memory_mb, self.known, selection
+        )
 
     def logp(self) -> Tensor:
         """Log-probabilities of the scored tokens, (N, S) float64 [nats], 0 elsewhere; without graph."""
@@ -280,9 +295,15 @@ class LmSurface(Surface):
                 )
         return value, total, self._each_prompt(shares)
 
-    def hessian(self) -> Operator:
-        """∇²L(θ): a second reverse pass through the graph of the gradient, kept while it fits into the memory limit or built anew."""
-        budget, per_token = self._memory_mb * 2**20, self._graph_bytes_per_token()
+    def operator(self, name: OperatorName = "hessian") -> Operator:
+        """A curvature operator of L: a product goes twice through graphs that are kept while they fit into the memory limit.
+
+        `gauss_newton` is over the logits; `fisher` and `empirical_fisher` weigh tokens and terms as the loss does: a scored token
+        1/M for `nll` of M tokens, a completion 1/N for `expected_failure` of N, the terms being tokens and completions.
+        """
+        if name == "finite_difference":
+            return self.finite_difference()
+        budget, per_token = self._memory_mb * 2**20, self._graph_bytes_per_token(name)
         tokens = (
             self._tokens if per_token == 0 else max(1, min(self._tokens, int(budget / per_token)))
         )
@@ -292,8 +313,8 @@ class LmSurface(Surface):
             used += gradient + per_token * len(index) * int(
                 self.objective.batch.lengths[index].max()
             )
-            anew = partial(lambda index, vector: self._product(index)(vector), index)
-            parts.append(self._product(index) if used <= budget else anew)
+            anew = partial(lambda index, vector: self._product(index, name)(vector), index)
+            parts.append(self._product(index, name) if used <= budget else anew)
 
         def product(vector: Tensor) -> Tensor:
             total = self._zeros()
@@ -303,12 +324,30 @@ class LmSurface(Surface):
 
         return Operator(self.parameters, product)
 
-    def _product(self, index: Tensor) -> Callable[[Tensor], Tensor]:
-        """Hessian products of the rows' part of L."""
-        return graph_product(self._shares(index, twice=True).sum(), self.parameters)
+    def _product(self, index: Tensor, name: OperatorName = "hessian") -> Callable[[Tensor], Tensor]:
+        """Products with the part of an operator that belongs to some rows."""
+        objective, by_token = self.objective, self.objective.name == "nll"
+        if name in ("hessian", "finite_difference"):
+            return graph_product(self._shares(index, twice=True).sum(), self.parameters)
+        weight = 1 / float(objective.batch.scored.sum()) if by_token else 1 / len(objective.batch)
+        if name == "empirical_fisher":
+            logp = self._logp(index, twice=True)
+            scored = objective.batch.scored[index, : logp.shape[1]]
+            terms = logp[scored] if by_token else objective.row_shares(index, logp) / weight
+            return empirical_fisher_product(terms, weight, self.parameters)
+        states, targets, scored = self._states(index)
+        logits = self._head.logits(states)  # (M, V)
+        if name == "fisher":
+            return fisher_product(logits, weight, objective.temperature, self.parameters)
 
-    def curvature_by_prompt(self, vector: Tensor) -> Tensor:
-        """vᵀH_i v of each prompt's Hessian H_i, (k,) float64 with mean vᵀHv, by Hessian products of single prompts."""
+        def loss_of(z: Tensor) -> Tensor:
+            logp = torch.log_softmax(z / objective.temperature, -1).gather(1, targets[:, None])
+            return objective.row_shares(index, _grid(scored, logp[:, 0])).sum()
+
+        return gauss_newton_product(logits, loss_of, self.parameters)
+
+    def curvature_by_prompt(self, vector: Tensor, operator: OperatorName = "hessian") -> Tensor:
+        """vᵀA_i v of each prompt's operator A_i, (k,) float64 with mean vᵀAv, by products of single prompts."""
         shares = torch.zeros(len(self.objective.batch), dtype=torch.float64)
         prompts = torch.tensor(
             self.objective.batch.prompts, device=self.objective.batch.lengths.device
@@ -316,9 +355,8 @@ class LmSurface(Surface):
         for prompt in range(int(prompts.max()) + 1):
             rows = (prompts == prompt).nonzero()[:, 0]
             for index in self._cut(rows):
-                shares[int(rows[0])] += float(
-                    vector.double() @ self._product(index)(vector).double()
-                )
+                product = self._product(index, operator)
+                shares[int(rows[0])] += float(vector.double() @ product(vector).double())
         return self.objective.by_prompt(shares)
 
     def ceiling(self, loss: float) -> float:
@@ -353,21 +391,19 @@ class LmSurface(Surface):
 
     def _logp(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens; `twice` differentiable or once."""
+        states, targets, scored = self._states(index)
+        given = (states, self._head, targets, self.objective.temperature)
+        picked, _ = flat_logp(*given, stats=False, keep_logits=True if twice else None)  # (M,)
+        return _grid(scored, picked)
+
+    def _states(self, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Last hidden states before the M scored tokens, (M, d), these tokens (M,), and which of (n, width − 1) they are."""
         batch = self.objective.batch
         width = int(batch.lengths[index].max())
         # position j predicts token j + 1
-        ids, scored = (
-            batch.input_ids[index, :width],
-            batch.scored[index, 1:width],
-        )
-        # (M, d)
-        states: Tensor = self._backbone(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][
-            scored
-        ]
-        given = (states, self._head, ids[:, 1:][scored], self.objective.temperature)
-        picked, _ = flat_logp(*given, stats=False, keep_logits=True if twice else None)  # (M,)
-        grid = torch.zeros(scored.shape, dtype=torch.float64, device=picked.device)
-        return torch.nn.functional.pad(grid.masked_scatter(scored, picked.double()), (1, 0))
+        ids, scored = batch.input_ids[index, :width], batch.scored[index, 1:width]
+        hidden: Tensor = self._backbone(input_ids=ids, use_cache=False).last_hidden_state
+        return hidden[:, :-1][scored], ids[:, 1:][scored], scored
 
     def _cut(self, rows: Tensor | None = None, tokens: int | None = None) -> list[Tensor]:
         """Microbatches of rows of similar length with rows × longest ≤ tokens (at least one row), shortest rows first."""
@@ -379,9 +415,11 @@ class LmSurface(Surface):
             batches += [rows[part] for part in reversed(bucket.split(size))]
         return batches
 
-    def _graph_bytes_per_token(self) -> float:
-        """Bytes per token held by the graph of two reverse passes, measured on the longest row."""
+    def _graph_bytes_per_token(self, name: OperatorName = "hessian") -> float:
+        """Bytes per token held by the graphs of an operator's products, measured on the longest row."""
         index = self._microbatches[-1][-1:]
+        if not self._shares(index).requires_grad:
+            return 0.0
         held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
@@ -390,14 +428,39 @@ class LmSurface(Surface):
             return tensor.detach()
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            share = self._shares(index, twice=True).sum()
-            if not share.requires_grad:
-                return 0.0
-            gradients = torch.autograd.grad(
-                share, self.parameters, create_graph=True, allow_unused=True
-            )
-        del gradients
+            product = self._product(index, name)
+        del product
         return sum(held.values()) / float(self.objective.batch.lengths[index].max())
+
+
+def _grid(scored: Tensor, values: Tensor) -> Tensor:
+    """Values (M,) at the places `scored` (n, width − 1), as (n, width) float64 with 0 elsewhere and for each row's first token."""
+    grid = torch.zeros(scored.shape, dtype=torch.float64, device=values.device)
+    return torch.nn.functional.pad(grid.masked_scatter(scored, values.double()), (1, 0))
+
+
+def select_parameters(model: nn.Module, selection: str) -> list[nn.Parameter]:
+    """The trainable parameters of a model that are named: `all`, a kind, a layer, or a kind in a layer, joined by `+`.
+
+    Kinds are those of `grad_norm_by_layer`: embedding, attention, mlp, norm, head, other. `12` is a layer, `12.attention` the
+    attention in it, `attention+mlp` both kinds.
+
+    Raises:
+        UserError: a name that no trainable parameter has.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if selection == "all":
+        return list(trained.values())
+    groups = {}
+    for name, (kind, *layers) in group_names(model, trained).items():
+        layer = [part.removeprefix("layers.") for part in layers]
+        groups[name] = {kind, *layer, *(f"{one}.{kind}" for one in layer)}
+    known = sorted(set().union(*groups.values()))
+    for word in selection.split("+"):
+        if word not in known:
+            raise UserError(f"parameters, '{word}'{nearest(word, ['all', *known])}")
+    words = set(selection.split("+"))
+    return [trained[name] for name, named in groups.items() if named & words]
 
 
 @contextmanager
@@ -408,6 +471,8 @@ def lm_surface(
     microbatch_tokens: int = 4096,
     memory_mb: float = 1024.0,
     check: Check = "first",
+    parameters: str = "all",
+    fused: bool = False,
 ) -> Iterator[LmSurface]:
     """Context manager for the loss surface of a model, in eval mode, at least float32, with MATH attention; see `guarded`.
 
@@ -419,9 +484,11 @@ def lm_surface(
         microbatch_tokens: tokens of one forward pass, padding included.
         memory_mb: memory for graphs of Hessian products [MiB].
         check: when to compare logits with the model's own, and Hessian products as in `check_derivatives`.
+        parameters: the parameters that vary; see `select_parameters`.
+        fused: keep the model's own attention, for `finite_difference` and perturbations, which need first derivatives only.
 
     Raises:
-        UserError: the output layer is not a linear map.
+        UserError: the output layer is not a linear map, or parameters that the model does not have.
         CheckError: the logits differ from the model's own.
     """
     tensors = [*model.parameters(), *model.buffers()]
@@ -433,9 +500,10 @@ def lm_surface(
             expected = model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
             ).logits
-    with guarded(model, attention="math"), working_precision(tensors), torch.enable_grad():
+    attention = None if fused else "math"
+    with guarded(model, attention=attention), working_precision(tensors), torch.enable_grad():
         check_head(model, output_head(model))
-        surface = LmSurface(model, objective, microbatch_tokens, memory_mb, known)
+        surface = LmSurface(model, objective, microbatch_tokens, memory_mb, known, parameters)
         # nothing to compare for diverged weights
         if expected is not None and bool(expected.isfinite().all()):
             with torch.no_grad():

@@ -19,13 +19,12 @@ from sharpscope.config.run import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.policy.directions import length
 from sharpscope.surface.estimate import Estimate, with_prompts
+from sharpscope.surface.operators import common_dtype, flatten
 from sharpscope.surface.surface import (
     LossFn,
     Surface,
     check_derivatives,
     check_once,
-    common_dtype,
-    flatten,
     moved,
     opened,
 )

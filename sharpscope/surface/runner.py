@@ -24,7 +24,6 @@ from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.policy import render_prompts
 from sharpscope.policy.directions import length
 from sharpscope.surface.estimate import Estimate, attempted, labeled, with_prompts
-from sharpscope.surface.hessian import curvature
 from sharpscope.surface.language_model import (
     LmSurface,
     Objective,
@@ -34,6 +33,7 @@ from sharpscope.surface.language_model import (
     rollout_batch,
 )
 from sharpscope.surface.perturbation import Radius, find_radius, sharpness
+from sharpscope.surface.spectrum import curvature
 from sharpscope.tasks import Example, Task
 from sharpscope.traces.files import publish
 

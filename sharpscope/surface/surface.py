@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +22,17 @@ from sharpscope.policy.guard import (
     remembered_closure,
     working_precision,
 )
+from sharpscope.surface.operators import (
+    FiniteDifference,
+    Operator,
+    common_dtype,
+    flatten,
+    graph_product,
+    unflatten,
+)
 
 if TYPE_CHECKING:
-    from sharpscope.config.run import Check
+    from sharpscope.config.run import Check, OperatorName
 
 LossFn = Callable[[], Tensor]
 TOLERANCE = 0.01
@@ -36,39 +43,6 @@ for a thousand. A missing term makes an error of some tenths.
 """
 STEPS = (1.0, 10.0, 100.0, 1000.0, 0.1, 0.01)
 """Factors of the check's first step; larger steps avoid rounding, smaller ones third derivatives and kinks."""
-
-
-class Operator:
-    """A symmetric linear map (P,) → (P,) of flat vectors like some parameters, which counts its `products`."""
-
-    def __init__(self, parameters: Sequence[Tensor], product: Callable[[Tensor], Tensor]) -> None:
-        self.size, self.device = sum(p.numel() for p in parameters), parameters[0].device
-        self.dtype = common_dtype(parameters)
-        self.products = 0
-        self._product = product
-
-    def __matmul__(self, vector: Tensor) -> Tensor:
-        self.products += 1
-        return self._product(vector)
-
-
-def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:
-    """Hessian products v ↦ H v of a scalar loss, by a second reverse pass through the kept graph of its gradient."""
-    gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-    active = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
-    outputs = [gradients[i] for i in active]
-
-    def product(vector: Tensor) -> Tensor:
-        if not active:
-            return flatten([None] * len(parameters), parameters)
-        parts = unflatten(vector, parameters)
-        chosen = [parts[i] for i in active]
-        second = torch.autograd.grad(
-            outputs, parameters, chosen, retain_graph=True, allow_unused=True
-        )
-        return flatten(second, parameters)
-
-    return product
 
 
 class Surface:
@@ -105,16 +79,42 @@ class Surface:
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         return float(loss.detach().double()), flatten(gradients, self.parameters)
 
-    def hessian(self) -> Operator:
-        """∇²L(θ) at the parameters' present values; the operator keeps the graph of the gradient."""
+    def operator(self, name: OperatorName = "hessian") -> Operator:
+        """A curvature operator at the parameters' present values, which keeps graphs; a closure has a Hessian only.
+
+        Raises:
+            UserError: an operator that needs the model's outputs, which a closure does not tell.
+        """
+        if name == "finite_difference":
+            return self.finite_difference()
+        if name != "hessian":
+            raise UserError(
+                f"operator, '{name}': a closure gives no outputs of a model; use hessian or finite_difference, "
+                "or the products of sharpscope.surface.operators"
+            )
         return Operator(self.parameters, graph_product(self.loss(), self.parameters))
+
+    def hessian(self) -> Operator:
+        """∇²L(θ) at the parameters' present values."""
+        return self.operator("hessian")
+
+    def finite_difference(self) -> FiniteDifference:
+        """∇²L(θ) by differences of gradients; see `FiniteDifference`."""
+
+        def gradient_at(step: Tensor) -> Tensor:
+            with moved(self.parameters, step, relative_error=math.inf):
+                return self.gradient()[1]
+
+        return FiniteDifference(self.parameters, gradient_at)
 
     def by_prompt(self) -> Tensor | None:
         """One value for each prompt, (k,) float64, with mean L(θ) (see `Objective.by_prompt`); None if prompts are not known."""
         return None
 
-    def curvature_by_prompt(self, vector: Tensor) -> Tensor | None:
-        """vᵀH_i v of each prompt's Hessian, (k,) float64 with mean vᵀHv; None if prompts are not known."""
+    def curvature_by_prompt(
+        self, vector: Tensor, operator: OperatorName = "hessian"
+    ) -> Tensor | None:
+        """vᵀA_i v of each prompt's operator, (k,) float64 with mean vᵀAv; None if prompts are not known."""
         return None
 
     def ceiling(self, loss: float) -> float:
@@ -167,28 +167,6 @@ def opened(
         compare(3)
         yield surface, known
         compare(2)
-
-
-def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Detached tensors concatenated to (P,), with None as zeros, in the widest dtype and on the first device of `like`."""
-    place: dict[str, Any] = {"dtype": common_dtype(like), "device": like[0].device}
-    pairs = zip(tensors, like, strict=True)
-    parts = [
-        torch.zeros(r.numel(), **place) if t is None else t.detach().reshape(-1).to(**place)
-        for t, r in pairs
-    ]
-    return torch.cat(parts)
-
-
-def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """A vector (P,) split into the shapes of `like`; views where dtype and device agree."""
-    parts = zip(vector.split([tensor.numel() for tensor in like]), like, strict=True)
-    return [part.view(tensor.shape).to(tensor) for part, tensor in parts]
-
-
-def common_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
-    """The widest dtype of `tensors`."""
-    return reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -209,14 +209,13 @@ def flat(parameters: Sequence[Tensor]) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in parameters])
 
 
-def logp_of(
+def logits_of(
     model: torch.nn.Module,
     theta: Tensor,
     parameters: Sequence[Tensor],
     batch: dict[str, Tensor],
-    temperature: float,
 ) -> Tensor:
-    """(N, S) log-probability of every token given its prefix, 0 at the first, in the batch's own padding."""
+    """(N, S, V) logits, in the batch's own padding."""
     parts = dict(
         zip(map(id, parameters), theta.split([p.numel() for p in parameters]), strict=True)
     )
@@ -232,7 +231,18 @@ def logp_of(
         "use_cache": False,
     }
     with sdpa_kernel(SDPBackend.MATH):
-        logits = functional_call(model, swapped, (), inputs).logits / temperature
+        return functional_call(model, swapped, (), inputs).logits
+
+
+def logp_of(
+    model: torch.nn.Module,
+    theta: Tensor,
+    parameters: Sequence[Tensor],
+    batch: dict[str, Tensor],
+    temperature: float,
+) -> Tensor:
+    """(N, S) log-probability of every token given its prefix, 0 at the first, in the batch's own padding."""
+    logits = logits_of(model, theta, parameters, batch) / temperature
     logp = torch.log_softmax(logits[:, :-1], -1).gather(2, batch["input_ids"][:, 1:, None])[..., 0]
     return torch.nn.functional.pad(logp, (1, 0))
 
@@ -257,6 +267,41 @@ def functional_value(
 def dense_hessian(loss: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
     """(P, P) by `torch.func.hessian`."""
     return torch.func.hessian(loss)(theta).detach()
+
+
+def dense_operator(
+    name: str,
+    logits: Callable[[Tensor], Tensor],
+    loss: Callable[[Tensor], Tensor],
+    theta: Tensor,
+    batch: dict[str, Tensor],
+    temperature: float,
+    terms: Callable[[Tensor], Tensor],
+    weight: float,
+) -> Tensor:
+    """(P, P) of a curvature operator, written out: sums of outer products, and Jᵀ A J with dense J and A.
+
+    `logits` (N, S, V) are a function of θ, `loss` is one of the logits, `terms` (M,) are those of which the loss is the mean.
+    """
+    if name in ("hessian", "finite_difference"):
+        return dense_hessian(lambda at: loss(logits(at)), theta)
+    if name == "empirical_fisher":
+        rows = torch.func.jacrev(terms)(theta)
+        return weight * sum(torch.outer(g, g) for g in rows)
+    jacobian = torch.func.jacrev(logits)(theta)  # (N, S, V, P)
+    if name == "gauss_newton":
+        z = logits(theta).detach()
+        outer = torch.func.hessian(loss)(z).reshape(z.numel(), z.numel())
+        flat_jacobian = jacobian.reshape(z.numel(), -1)
+        return flat_jacobian.T @ outer @ flat_jacobian
+    found = torch.zeros(len(theta), len(theta), dtype=theta.dtype)
+    p = torch.softmax(logits(theta).detach() / temperature, -1)
+    for i, t in batch["mask"].nonzero().tolist():
+        for y in range(p.shape[-1]):
+            # ∇ln π(y) = Jᵀ(e_y − p)/T, of the logits one position before the token
+            score = jacobian[i, t - 1].T @ ((torch.arange(p.shape[-1]) == y).double() - p[i, t - 1])
+            found += weight * p[i, t - 1, y] * torch.outer(score, score) / temperature**2
+    return found
 
 
 def all_completions(vocabulary: int, length: int) -> Tensor:

@@ -16,8 +16,9 @@ from sharpscope import memory
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.directions import length
 from sharpscope.surface import lm_surface
-from sharpscope.surface.hessian import Krylov, eigenpairs, hutchpp, inner
-from sharpscope.surface.surface import Operator, Surface, check_derivatives
+from sharpscope.surface.algorithms import Krylov, eigenpairs, hutchpp, inner
+from sharpscope.surface.operators import Operator
+from sharpscope.surface.surface import Surface, check_derivatives
 from tests.models import (
     OpaqueCube,
     all_scored,

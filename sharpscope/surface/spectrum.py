@@ -1,0 +1,373 @@
+"""Curvature of a loss: extreme eigenvalues, trace, spectral density, and the curvature along directions, of one of its operators."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sharpscope.config.run import Backend, Check, OperatorName
+from sharpscope.errors import UserError, first_line, nearest
+from sharpscope.memory import require_memory
+from sharpscope.policy.directions import length
+from sharpscope.surface.algorithms import (
+    Density,
+    Krylov,
+    eigenpairs,
+    hutchpp,
+    quadratic_form,
+    spectral_density,
+)
+from sharpscope.surface.estimate import Estimate, with_prompts
+from sharpscope.surface.operators import FiniteDifference, Operator, Preconditioned
+from sharpscope.surface.surface import LossFn, Surface, check_once, opened
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """Curvature of a loss at one point, of the operator A (the Hessian by default); numbers that are not available are NaN.
+
+    An eigenpair that has converged need not be the extreme one. The standard error over prompts of an eigenvalue is of first
+    order, with the eigenvector fixed; it is too large where it is not small compared with the distance to the next eigenvalue.
+    """
+
+    loss: float  # L(θ)
+    gradient_norm: float  # ‖∇L(θ)‖₂
+    # (k,) largest eigenvalues, in descending order
+    top: np.ndarray = field(default_factory=lambda: np.full(1, np.nan))
+    # (k,) measured ‖Hv − λv‖₂ of `top`
+    residuals: np.ndarray = field(default_factory=lambda: np.full(1, np.nan))
+    # (k, P) unit eigenvectors of `top`
+    vectors: Tensor = field(default_factory=lambda: torch.zeros(0))
+    smallest: float = math.nan  # smallest (signed) eigenvalue
+    smallest_residual: float = math.nan
+    trace: float = math.nan
+    trace_std_error: float = math.nan  # with `trace_probes` − 1 degrees of freedom
+    trace_probes: int = 0  # number of random probes of the trace
+    why: str = ""  # what did not converge or is not finite
+    products: int = 0  # number of Hessian-vector products
+    seed: int = 0
+    seconds: float = 0.0
+    # relative error found by `check_derivatives`; None if not checked, NaN if inconclusive
+    checked: float | None = None
+    # vᵀA_i v of prompt i, (k,), for `top` and then `smallest`; empty if not known
+    by_prompt: tuple[Tensor, ...] = ()
+    operator: OperatorName = "hessian"
+    preconditioned: bool = False  # whether the operator is P^(−1/2) A P^(−1/2)
+    density: Density | None = None
+    # vᵀAv/vᵀv along the directions given, by name, and its values by prompt
+    along: dict[str, tuple[float, Tensor | None]] = field(default_factory=dict)
+    # relative error of a product by finite differences, measured; NaN for exact products
+    product_error: float = math.nan
+
+    @property
+    def converged(self) -> bool:
+        """Whether all eigenpairs met the tolerance and all numbers are finite."""
+        return not self.why
+
+    @property
+    def largest(self) -> float:
+        """Largest eigenvalue; NaN if not available."""
+        return float(self.top[0])
+
+    def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
+        """Student's t confidence interval of the trace; NaN without a trace."""
+        from scipy.stats import t
+
+        half = (
+            self.trace_std_error
+            and float(t.ppf(0.5 + level / 2, self.trace_probes - 1)) * self.trace_std_error
+        )
+        return self.trace - half, self.trace + half
+
+    @property
+    def label(self) -> str:
+        """What quantities of another operator than the Hessian are called: `gauss_newton.` or `adamw.hessian.`."""
+        plain = self.operator == "hessian" and not self.preconditioned
+        return "" if plain else f"{'adamw.' if self.preconditioned else ''}{self.operator}."
+
+    def estimates(self) -> list[Estimate]:
+        """Rows of the `probes` table.
+
+        They are `largest` (with all the seconds), `eigenvalue_i`, `smallest`, `trace`, `density` (a row for each node, which is in
+        `rho`), `along_NAME`, and `product_error`; of another operator they begin with its `label`.
+        """
+        rows = [*self._eigenvalues(), *self._trace(), *self._densities()]
+        for name, (value, each) in self.along.items():
+            why = "" if math.isfinite(value) else "the direction is zero or not finite"
+            rows.append(with_prompts(Estimate("curvature", f"along_{name}", value, why=why), each))
+        if math.isfinite(self.product_error):
+            rows.append(Estimate("curvature", "product_error", self.product_error))
+        return [replace(row, quantity=self.label + row.quantity) for row in rows]
+
+    def _densities(self) -> list[Estimate]:
+        if (found := self.density) is None:
+            return []
+        nodes = zip(found.nodes, found.values, found.std_error, strict=True)
+        return [
+            Estimate(
+                "curvature",
+                "density",
+                float(value),
+                std_error=float(error),
+                rho=float(node),
+                samples=found.probes,
+                seed=self.seed,
+            )
+            for node, value, error in nodes
+        ]
+
+    def _eigenvalues(self) -> list[Estimate]:
+        names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(self.top) + 1))]
+        pairs = list(zip(names, map(float, self.top), map(float, self.residuals), strict=True))
+        pairs += [("smallest", self.smallest, self.smallest_residual)] * math.isfinite(
+            self.smallest
+        )
+        common: dict[str, Any] = {"seed": self.seed, "why": self.why}
+        rows = []
+        for index, (name, value, residual) in enumerate(pairs):
+            common |= {"converged": self.converged, "seconds": 0.0 if index else self.seconds}
+            one = Estimate("curvature", name, value, residual=residual, **common)
+            rows.append(
+                with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None)
+            )
+        return rows
+
+    def _trace(self) -> list[Estimate]:
+        if not self.trace_probes:
+            return []
+        known = math.isfinite(self.trace)
+        return [
+            Estimate(
+                "curvature",
+                "trace",
+                self.trace,
+                std_error=self.trace_std_error,
+                samples=self.trace_probes,
+                seed=self.seed,
+                converged=None if known else False,
+                why="" if known else self.why,
+            )
+        ]
+
+
+def sub_generator(seed: int, name: str) -> torch.Generator:
+    """A generator for one estimate, so that leaving out an estimate does not change the others."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def curvature(
+    loss_fn: LossFn | Surface,
+    parameters: Sequence[Tensor] | None = None,
+    seed: int = 0,
+    *,
+    top: int = 1,
+    smallest: bool = True,
+    tolerance: float = 1e-3,
+    max_products: int = 200,
+    trace_probes: int = 16,
+    backend: Backend = "lanczos",
+    memory_mb: float = 2048.0,
+    check: Check = "first",
+    by_prompt: bool = False,
+    operator: OperatorName = "hessian",
+    scale: Tensor | None = None,
+    density_probes: int = 0,
+    along: Mapping[str, Tensor] | None = None,
+) -> Curvature:
+    """Curvature of any loss at the current parameters.
+
+    Parameters, `.grad`, random state and attention kernel are restored afterwards, also if this raises. Numbers that are not
+    finite do not raise; they are NaN with `converged = False` and a reason.
+
+    Args:
+        loss_fn: zero-argument closure that computes a scalar loss from `parameters`; deterministic (use eval mode), which 4 calls
+            at the start and 2 at the end check, and twice differentiable. Or a surface that is already guarded (see `lm_surface`).
+        parameters: leaf tensors. Duplicates count once; tensors that do not require grad are left out. None for a surface.
+        seed: seed of all random vectors.
+        top: number of largest eigenpairs.
+        smallest: also compute the smallest (signed) eigenvalue.
+        tolerance: bound of the residuals ‖Hv − λv‖ relative to the largest |λ|.
+        max_products: maximum number of Hessian-vector products for the eigenpairs.
+        trace_probes: random probes of the trace, at least 2; 0 for no trace.
+        backend: `lanczos`, or a second opinion on the Hessian's eigenvalues and trace: `pyhessian`, or `curvlinops` with its
+            forward-over-reverse products, of a language model's `nll`.
+        memory_mb: memory for Lanczos vectors [MiB]; with less memory Lanczos restarts more often.
+        check: when to compare a Hessian product and the gradient with finite differences (see `check_derivatives`): `first` call
+            with this closure and these parameters, `always` or `off`.
+        by_prompt: standard errors of eigenvalues over prompts, where the surface knows the prompts; about one product each.
+        operator: `hessian`; `finite_difference` for the Hessian by differences of gradients; of a language model's surface also
+            `gauss_newton`, `fisher` and `empirical_fisher`.
+        scale: the diagonal of P^(−1/2), (P,), for P^(−1/2) A P^(−1/2), whose eigenvectors are then meant; see `adam_scale`.
+        density_probes: runs of Lanczos for the spectral density, of 40 products each; 0 for none.
+        along: directions (P,) by name, in which the curvature vᵀAv/vᵀv is computed without `scale`.
+
+    Raises:
+        UserError: a wrong argument; the closure does not return one number or is not deterministic.
+        CheckError: a Hessian product is wrong, as for an `autograd.Function` without second derivatives.
+
+    Examples:
+        The Hessian of θ₁²/2 + 2θ₂² has eigenvalues 1 and 4.
+
+        >>> import torch
+        >>> import sharpscope
+        >>> theta = torch.ones(2, dtype=torch.float64, requires_grad=True)
+        >>> loss = lambda: theta[0] ** 2 / 2 + 2 * theta[1] ** 2
+        >>> found = sharpscope.curvature(loss, [theta], seed=0)
+        >>> round(found.largest, 6), round(found.trace, 6), found.converged
+        (4.0, 5.0, True)
+    """
+    for setting, value, allowed in (
+        ("backend", backend, get_args(Backend)),
+        ("operator", operator, get_args(OperatorName)),
+    ):
+        if value not in allowed:
+            raise UserError(f"{setting}, '{value}'{nearest(value, allowed)}")
+    if backend != "lanczos" and (operator != "hessian" or scale is not None or density_probes):
+        raise UserError(f"backend, '{backend}': computes eigenvalues and trace of the Hessian only")
+    if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
+        raise UserError(
+            "curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1"
+        )
+    with opened(loss_fn, parameters, check) as (surface, known):
+        began = time.perf_counter()
+        loss, gradient = surface.gradient()
+        start = Curvature(loss, length(gradient), seed=seed, trace_probes=trace_probes)
+        if not (math.isfinite(loss) and math.isfinite(start.gradient_norm)):
+            return replace(
+                start,
+                why=f"the loss is {loss}, or its gradient is not finite (norm {start.gradient_norm})",
+            )
+        wanted, size = top + int(smallest), len(gradient)
+        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
+        # Lanczos vectors, eigenvectors with an orthonormal copy, and eight more for products.
+        vectors = min(capacity, max_products, size) + 2 * wanted + 8
+        what = f"curvature of {size / 1e6:.3g} million parameters"
+        require_memory(
+            vectors * gradient.nbytes, gradient.device, what, "lower top, or probe a smaller model"
+        )
+        plain = surface.operator(operator)
+        checked = check_once(known, operator, check, lambda: surface.check(plain))
+        used = plain if scale is None else Preconditioned(plain, scale)
+        limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
+        start = replace(start, operator=operator, preconditioned=scale is not None)
+        if backend == "lanczos":
+            found = _by_lanczos(used, start, top, int(smallest), capacity=capacity, **limits)
+            if by_prompt and len(found.vectors):
+                found = replace(found, by_prompt=_by_prompt(surface, found, scale))
+        else:
+            from sharpscope.surface.backends import BACKENDS
+
+            found = BACKENDS[backend](surface, plain, start, wanted, **limits)
+        if density_probes:
+            draws = sub_generator(seed, "density")
+            found = replace(
+                found, density=spectral_density(used, probes=density_probes, generator=draws)
+            )
+        found = replace(found, along=_along(surface, plain, along or {}, operator, by_prompt))
+        if isinstance(plain, FiniteDifference):
+            found = replace(found, product_error=plain.error)
+        found = replace(found, vectors=found.vectors[: len(found.top)], products=used.products)
+        return replace(found, checked=checked, seconds=time.perf_counter() - began)
+
+
+def _along(
+    surface: Surface,
+    operator: Operator,
+    directions: Mapping[str, Tensor],
+    name: OperatorName,
+    by_prompt: bool,
+) -> dict[str, tuple[float, Tensor | None]]:
+    """The curvature along each direction, and its values by prompt if they are wanted and known."""
+    found: dict[str, tuple[float, Tensor | None]] = {}
+    for label, direction in directions.items():
+        value, each = quadratic_form(operator, direction), None
+        if by_prompt and math.isfinite(value):
+            each = surface.curvature_by_prompt(direction / length(direction), name)
+        found[label] = value, each
+    return found
+
+
+def residual(operator: Operator, value: float, vector: Tensor) -> float:
+    """‖Hv − λv‖₂ of a unit vector (P,)."""
+    return length((operator @ vector).sub_(vector, alpha=float(value)))
+
+
+def _by_lanczos(
+    hessian: Operator,
+    start: Curvature,
+    top: int,
+    lower: int,
+    capacity: int,
+    tolerance: float,
+    max_products: int,
+) -> Curvature:
+    """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`."""
+    found, why = start, ""
+    limits: dict[str, Any] = {
+        "tolerance": tolerance,
+        "max_products": max_products,
+        "capacity": capacity,
+    }
+    try:
+        pairs = eigenpairs(
+            hessian, top, lower, generator=sub_generator(start.seed, "eigenvalues"), **limits
+        )
+        residuals = np.array(
+            [residual(hessian, *pair) for pair in zip(pairs.values, pairs.vectors, strict=True)]
+        )
+        bound, why, upper = tolerance * float(np.abs(pairs.values).max()), pairs.why, pairs.upper
+        if not why and residuals.max() > max(2 * bound, 1e-300):
+            why = (
+                f"the measured residual {residuals.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
+                "that changes from call to call"
+            )
+        found = replace(
+            start, top=pairs.values[:upper], residuals=residuals[:upper], vectors=pairs.vectors
+        )
+        if lower:  # a 1 × 1 Hessian has one eigenvalue, both the largest and the smallest
+            found = replace(
+                found, smallest=float(pairs.values[-1]), smallest_residual=float(residuals[-1])
+            )
+        if start.trace_probes:
+            draws, space = sub_generator(start.seed, "trace"), pairs.krylov
+            if space is None:
+                space = Krylov(hessian, min(start.trace_probes, capacity), draws)
+                for _ in range(space.capacity):
+                    space.extend()
+            trace, error = hutchpp(hessian, space, start.trace_probes, draws)
+            found = replace(found, trace=trace, trace_std_error=error)
+    except FloatingPointError as problem:
+        why = "; ".join(filter(None, (why, str(problem))))
+    return replace(found, why=why)
+
+
+def _by_prompt(surface: Surface, found: Curvature, scale: Tensor | None) -> tuple[Tensor, ...]:
+    """Values by prompt (k,) with mean λ for each eigenpair; empty if they are not known or cannot be computed."""
+    rows = []
+    for value, vector in zip([*found.top, found.smallest], found.vectors, strict=False):
+        try:
+            moved = vector if scale is None else vector * scale
+            each = surface.curvature_by_prompt(moved, found.operator)
+        except (
+            ArithmeticError,
+            RuntimeError,
+        ) as problem:  # such as lack of memory: the eigenvalue stands
+            warnings.warn(
+                f"eigenvalues have no standard error over prompts: {first_line(problem)}",
+                stacklevel=2,
+            )
+            return ()
+        if each is None or not bool(each.isfinite().all()):
+            return ()
+        rows.append(each - each.mean() + float(value))
+    return tuple(rows)
