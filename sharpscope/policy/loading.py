@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import warnings
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from sharpscope.memory import require_memory, stored_numbers
 from sharpscope.packaged import data_path
 from sharpscope.policy.cache import check_cacheable
 from sharpscope.policy.head import Head, bare, check_head, output_head
+from sharpscope.untrusted import read_json
 
 GGUF = ".gguf"
 
@@ -55,6 +55,10 @@ class Policy:
     def head(self) -> Head:
         """The output layer, with the model's parameters."""
         return output_head(self.model)
+
+
+LARGEST_SETTINGS = 16_000_000
+"""Largest file of adapters' settings [bytes]."""
 
 
 def load_policy(spec: PolicySpec, base: str | None = None) -> Policy:
@@ -310,9 +314,8 @@ def base_of(folder: Path) -> str:
     Raises:
         UserError: The adapters do not name a base model.
     """
-    base = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8")).get(
-        "base_model_name_or_path"
-    )
+    settings = read_json(folder / ADAPTER_CONFIG, LARGEST_SETTINGS)
+    base = settings.get("base_model_name_or_path") if isinstance(settings, dict) else None
     if not isinstance(base, str) or not base:
         raise UserError(
             f"policy.model '{folder}': {ADAPTER_CONFIG} names no base model; set base_model_name_or_path"

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from sharpscope.errors import UserError, nearest
+from sharpscope.untrusted import UnreadableError, read_text
 
 YAML_ERRORS = (
     yaml.YAMLError,
@@ -30,6 +31,8 @@ YAML_ERRORS = (
 
 
 MOST_VALUES = 200_000
+LARGEST = 4_000_000
+"""Largest configuration file [bytes]."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -89,14 +92,12 @@ def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
 def read_yaml(file: Path) -> dict[str, Any]:
     """Read a YAML mapping with a safe loader."""
     try:
-        if file.stat().st_size > 4_000_000:
-            raise UserError(f"config file '{file}': is larger than 4 MB; give a configuration file")
-        data = load_yaml(file.read_text("utf-8"))
+        data = load_yaml(read_text(file, LARGEST))
     except FileNotFoundError:
         raise UserError(
             f"config file '{file}' does not exist; give the path of a YAML file"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnreadableError) as error:
         why = (
             "is a folder; --resume continues a run" if file.is_dir() else f"cannot be read: {error}"
         )

@@ -7,7 +7,6 @@ questions are always on the same side of the split, in every file.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from sharpscope.tasks.answers import (
 from sharpscope.tasks.base import Example, Reward, content_id, held_out_share, once
 from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl
 from sharpscope.tasks.math import score_math
+from sharpscope.untrusted import check_regular, parse_json, read_lines
 
 Row = dict[str, Any]
 Location = str
@@ -270,6 +270,7 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
     """
     where = str(file)
     try:
+        check_regular(file)
         if file.suffix == ".parquet":
             import pyarrow.parquet as pq
 
@@ -277,14 +278,13 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
             rows = (row for batch in batches for row in batch.to_pylist())
             yield from ((f"{file} row {number}", row) for number, row in enumerate(rows, 1))
             return
-        with file.open(encoding="utf-8") as lines:  # str.splitlines would also split at U+2028
-            for number, line in enumerate(lines, 1):
-                where = f"{file} line {number}"
-                row = json.loads(line) if line.strip() else {}
-                if not isinstance(row, dict):
-                    raise ValueError(f"a {type(row).__name__} instead of an object")
-                if row:
-                    yield where, row
+        for number, line in read_lines(file):
+            where = f"{file} line {number}"
+            row = parse_json(line) if line.strip() else {}
+            if not isinstance(row, dict):
+                raise ValueError(f"a {type(row).__name__} instead of an object")
+            if row:
+                yield where, row
     except (OSError, ValueError, RecursionError, MemoryError) as error:  # also pyarrow's exceptions
         kind = "Parquet" if file.suffix == ".parquet" else "JSON lines in UTF-8"
         raise UserError(f"{where}: not readable as {kind} ({first_line(error)})") from error

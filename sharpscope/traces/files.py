@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from sharpscope.errors import UserError
+from sharpscope.traces.info import LARGEST_INFO, parse_run_info
 from sharpscope.traces.schema import SCHEMA_VERSION
+from sharpscope.untrusted import UnreadableError, open_regular, read_bytes
 
 RUN_FILE = "run.json"
 CONFIG_FILE = "config.yaml"
@@ -160,40 +162,30 @@ def _write_info(path: Path, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_run_info(run_dir: str | Path) -> dict[str, Any]:
-    """Read run.json; UserError if it is missing or damaged."""
+    """Read run.json.
+
+    Raises:
+        UserError: it is missing, not a regular file, damaged, or has a schema version that is not read.
+    """
     path = Path(run_dir) / RUN_FILE
     try:
-        return parse_run_info(path.read_bytes(), path)
+        return parse_run_info(read_bytes(path, LARGEST_INFO, path.parent), path)
     except FileNotFoundError as error:
         raise UserError(f"run: {run_dir} has no {RUN_FILE}; give the folder of a run") from error
+    except UnreadableError as error:
+        raise UserError(f"run: {error}; restore it or exclude this run") from error
     except OSError as error:
         raise UserError(f"run: {path} cannot be read ({error.strerror})") from error
-
-
-def parse_run_info(content: str | bytes, path: Path) -> dict[str, Any]:
-    """Parse the content of run.json; `path` is for the error message."""
-    try:
-        info = json.loads(content)
-        problem = (
-            ""
-            if isinstance(info, dict) and isinstance(info.get("config"), dict | None)
-            else "not a run's"
-        )
-    except ValueError as error:
-        info, problem = {}, str(error)
-    if problem:
-        raise UserError(f"run: {path} is damaged ({problem}); restore it or exclude this run")
-    return dict(info)
 
 
 def has_writer(run_dir: str | Path) -> bool:
     """Whether a process holds a run's folder."""
     try:
-        with (Path(run_dir) / LOCK_FILE).open("rb") as file:
+        with open_regular(Path(run_dir) / LOCK_FILE, LARGEST_INFO) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
+    except (OSError, UnreadableError):
         pass
     return False
 
@@ -201,8 +193,9 @@ def has_writer(run_dir: str | Path) -> bool:
 def held_text(run_dir: str | Path) -> str:
     """Message with the writer of a run's folder, as its lock file names it, and the fix."""
     try:
-        writer = (Path(run_dir) / LOCK_FILE).read_text("utf-8", "replace").strip()
-    except OSError:
+        content = read_bytes(Path(run_dir) / LOCK_FILE, LARGEST_INFO)
+        writer = content[:200].decode("utf-8", "replace").strip()
+    except (OSError, UnreadableError):
         writer = ""
     return f"{run_dir} is being written by {writer or 'another process'}; wait for it, or choose another folder"
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import ASIDE, TRACES, publish
@@ -29,6 +32,7 @@ from sharpscope.traces.schema import (
     Column,
     arrow_schema,
 )
+from sharpscope.untrusted import UnreadableError, bound, check_regular, too_large
 
 if TYPE_CHECKING:
     from sharpscope.traces.reader import Run
@@ -41,75 +45,215 @@ RUN = "run"
 _REPEATING = {"advantage", "ratio", "weight"}
 
 
+LARGEST_READ = 4_000_000_000
+"""Largest part of a file that is read at once [bytes in memory]."""
+
+
 class DamagedPartError(ValueError):
     """The content of a part is damaged; the message gives the reason."""
 
 
 def read_part(
-    path: Path, columns: Sequence[str], steps: Collection[int] | None = None, run: str = ""
+    path: Path,
+    table: str,
+    columns: Sequence[str] | None = None,
+    *,
+    steps: Collection[int] | None = None,
+    run: str = "",
 ) -> pa.Table:
-    """Read rows of a table's file: `columns` of `steps` (None: all), in a packed data set those of `run`.
+    """Read rows of a table's file: `columns` (None: all) of `steps` (None: all), in a packed data set those of `run`.
 
-    Nothing else is read from the disk. A column that the file lacks (an older schema) is null; without a row there are
-    no columns.
+    Nothing else is read from the disk. A column that the file lacks (an older schema) is null. What is returned has the
+    table's schema: types, no null where none may be, JSON that is an object of numbers.
 
     Raises:
         FileNotFoundError: there is no such file.
-        DamagedPartError: the file has no footer or another schema version, or a page fails its checksum.
+        DamagedPartError: the file is not a regular one, has no footer or another schema, needs more memory than
+            `LARGEST_READ`, or a page fails its checksum.
     """
-    stat = path.stat()
-    # new content has another key in the cache
-    metadata, groups = _footer(str(path), stat.st_mtime_ns, stat.st_size)
-    chosen = [
-        index
-        for index, runs, first, last in groups
-        if runs[0] <= run <= runs[1]
-        and (steps is None or any(first <= step <= last for step in steps))
-    ]
-    if not chosen:
-        return pa.table({})
-    stored = metadata.schema.names
+    names = list(TABLES[table].names if columns is None else columns)
+    schema = pa.schema([arrow_schema(table).field(name) for name in names])
     try:
-        with pq.ParquetFile(path, metadata=metadata, page_checksum_verification=True) as file:
-            loaded = dict.fromkeys(
-                [*(name for name in columns if name in stored), "step", *([RUN] if run else [])]
-            )
-            table = file.read_row_groups(chosen, columns=list(loaded), use_threads=False)
-    except (pa.ArrowException, OSError, MemoryError) as error:
+        # of the folder of a run, or of a packed data set
+        status = check_regular(path, path.parents[0 if run else 2])
+    except UnreadableError as error:
+        raise DamagedPartError(error.reason) from error
+    # new content has another key in the cache
+    key = (str(path), status.st_mtime_ns, status.st_size)
+    footer = _footer(*key, table)
+    chosen: Sequence[int] = range(footer.metadata.num_row_groups)
+    count = footer.metadata.num_rows
+    if run or steps is not None:
+        kept = [group for group in _row_groups(*key, table) if group.may_hold(run, steps)]
+        chosen, count = [group.index for group in kept], sum(group.rows for group in kept)
+    if not chosen:
+        return schema.empty_table()
+    for name in names:
+        if name not in footer.columns and not TABLES[table][name].nullable:
+            raise DamagedPartError(f"it has no column {name}")
+    wanted = [name for name in dict.fromkeys([*names, "step"]) if name in footer.columns]
+    try:
+        rows = _read_groups(path, footer, chosen, [*wanted, *([RUN] if run else [])], count)
+        if run:
+            rows = rows.filter(pc.equal(rows[RUN], run))
+        if steps is not None:
+            rows = rows.filter(pc.is_in(rows["step"], pa.array(list(steps), rows["step"].type)))
+        for name in names:
+            if name not in footer.columns:
+                rows = rows.append_column(name, pa.nulls(rows.num_rows))
+        rows = rows.select(names)
+        _check_nulls(rows, table)
+        rows = rows.cast(schema)
+    except DamagedPartError:
+        raise
+    except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
         raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
-    if run:
-        table = table.filter(pc.equal(table[RUN], run))
-    if steps is not None:
-        table = table.filter(pc.is_in(table["step"], pa.array(list(steps), pa.int32())))
-    for name in columns:
-        if name not in stored:
-            table = table.append_column(name, pa.nulls(table.num_rows))
-    return table.select(list(columns))
+    _check_json(rows, table)
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowGroup:
+    """Number of rows, runs by name and steps of a row group."""
+
+    index: int
+    rows: int
+    runs: frozenset[str]
+    steps: frozenset[int]
+
+    def may_hold(self, run: str, steps: Collection[int] | None) -> bool:
+        """Whether rows of a run at one of the steps may be in the group."""
+        return (not run or run in self.runs) and (steps is None or not self.steps.isdisjoint(steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Footer:
+    """What a file's footer says."""
+
+    metadata: pq.FileMetaData
+    columns: frozenset[str]  # of the trace's schema that the file has
+    texts: tuple[str, ...]  # columns of texts
 
 
 @lru_cache(maxsize=65536)
-def _footer(
-    path: str, _modified: int, _size: int
-) -> tuple[pq.FileMetaData, list[tuple[int, tuple[str, str], int, int]]]:
-    """A file's metadata, and index, first and last run by name, first and last step of its row groups."""
+def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
+    """The checked footer of a table's file."""
     try:
         metadata = pq.read_metadata(path)
-    except (pa.ArrowException, OSError) as error:
+        stored = metadata.schema.to_arrow_schema()
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DamagedPartError(f"truncated, or not a Parquet file ({_one_line(error)})") from error
-    version = (metadata.metadata or {}).get(VERSION_KEY, b"?").decode()
+    version = (metadata.metadata or {}).get(VERSION_KEY, b"?").decode("ascii", "replace")[:20]
     if version not in map(str, READABLE_VERSIONS):
         raise DamagedPartError(
             f"it has schema version {version}, this version reads {READABLE_VERSIONS}"
         )
-    names, groups = metadata.schema.names, []
-    for index in range(metadata.num_row_groups):
-        group = metadata.row_group(index)
-        runs = group.column(names.index(RUN)).statistics if RUN in names else None
-        steps = group.column(names.index("step")).statistics
-        groups.append(
-            (index, ("", "") if runs is None else (runs.min, runs.max), steps.min, steps.max)
+    texts = tuple(field.name for field in stored if _kind(field.type) == "string")
+    columns = frozenset(_check_schema(stored, table))
+    return _Footer(metadata=metadata, columns=columns, texts=texts)
+
+
+@lru_cache(maxsize=65536)
+def _row_groups(path: str, modified: int, size: int, table: str) -> list[_RowGroup]:
+    """What the row groups of a table's file hold.
+
+    The columns are read. The footer's statistics of them are not: a footer that is damaged there makes pyarrow end the process.
+    """
+    footer = _footer(path, modified, size, table)
+    names = ["step", *([RUN] if RUN in footer.texts else [])]
+    groups = []
+    for index in range(footer.metadata.num_row_groups):
+        try:
+            rows = _read_groups(Path(path), footer, [index], names, footer.metadata.num_rows)
+        except (pa.ArrowException, OSError, MemoryError, ValueError, OverflowError) as error:
+            raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
+        steps, runs = (
+            frozenset(rows[name].unique().to_pylist()) if name in names else frozenset()
+            for name in ("step", RUN)
         )
-    return metadata, groups
+        groups.append(_RowGroup(index=index, rows=len(rows), runs=runs, steps=steps))
+    return groups
+
+
+def _check_schema(stored: pa.Schema, table: str) -> list[str]:
+    """The columns of the trace's schema in a file; DamagedPartError if one has another kind of type or stands twice."""
+    present = []
+    for column in TABLES[table].columns:
+        places = stored.get_all_field_indices(column.name)
+        if not places and column.name == "step":
+            raise DamagedPartError("it has no column step")
+        if len(places) > 1:
+            raise DamagedPartError(f"it has the column {column.name} {len(places)} times")
+        if places:
+            given, wanted = stored.field(places[0]).type, ARROW_TYPES[column.type]
+            if _kind(given) != _kind(wanted):
+                raise DamagedPartError(f"its column {column.name} is {given}, not {wanted}")
+            present.append(column.name)
+    for name in (RUN,) if RUN in stored.names else ():
+        places = stored.get_all_field_indices(name)
+        if len(places) > 1 or _kind(stored.field(places[0]).type) != "string":
+            raise DamagedPartError(f"its column {name} is not one column of names")
+    return present
+
+
+def _kind(of: pa.DataType) -> str:
+    """Types of one kind are cast into each other."""
+    if pa.types.is_dictionary(of):
+        of = of.value_type
+    if pa.types.is_string(of) or pa.types.is_large_string(of):
+        return "string"
+    if pa.types.is_integer(of):
+        return "integer"
+    return "float" if pa.types.is_floating(of) else str(of)
+
+
+def _read_groups(
+    path: Path, footer: _Footer, chosen: Sequence[int], columns: Sequence[str], count: int
+) -> pa.Table:
+    """Columns of row groups with `count` rows, texts as codes: repeated ones take little room in a file and much in memory."""
+    _check_memory(8 * count * len(columns))
+    codes = [name for name in columns if name in footer.texts]
+    options = {"metadata": footer.metadata, "page_checksum_verification": True}
+    with pq.ParquetFile(path, read_dictionary=codes, **options) as file:
+        table = file.read_row_groups(list(chosen), columns=list(columns), use_threads=False)
+    _check_memory(sum(_text_bytes(table[name]) for name in codes))
+    return table
+
+
+def _check_memory(size: int) -> None:
+    if size > bound(LARGEST_READ):
+        raise DamagedPartError(too_large("what it holds", size, LARGEST_READ))
+
+
+def _text_bytes(codes: pa.ChunkedArray) -> int:
+    """Bytes of texts that are stored as codes, once expanded."""
+    size = 0
+    for chunk in codes.chunks:
+        if pa.types.is_dictionary(chunk.type):
+            lengths = pc.take(pc.binary_length(chunk.dictionary), chunk.indices)
+            size += pc.sum(pc.cast(lengths, pa.int64())).as_py() or 0
+    return size
+
+
+_OBJECT: TypeAdapter[dict[str, float | None]] = TypeAdapter(dict[str, float | None])
+
+
+def _check_nulls(rows: pa.Table, table: str) -> None:
+    for name in rows.schema.names:
+        if rows[name].null_count and not TABLES[table][name].nullable:
+            raise DamagedPartError(f"its column {name} has empty values")
+
+
+def _check_json(rows: pa.Table, table: str) -> None:
+    """DamagedPartError if JSON is no object of numbers."""
+    for name in (name for name in rows.schema.names if TABLES[table][name].type == "json"):
+        for text in pc.unique(rows[name]).to_pylist():
+            try:
+                _OBJECT.validate_json(text or "{}")
+            except ValidationError:
+                raise DamagedPartError(
+                    f"its column {name} has {text[:40]!r}, no JSON object of numbers"
+                ) from None
 
 
 def parquet_options(schema: pa.Schema) -> dict[str, Any]:
@@ -147,18 +291,16 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
     readers skip it, and returned with the reason.
     """
     damaged = {}
-    for name, table in TABLES.items():
+    for name in TABLES:
         for path in sorted((Path(run_dir) / TRACES / name).glob("part-*.parquet")):
             try:
-                steps = read_part(path, ["step"])["step"].to_numpy()
+                steps = read_part(path, name, ["step"])["step"].to_numpy()
                 if (steps > step).all():
                     path.unlink()
                 elif (steps > step).any():
-                    rows = read_part(path, table.names)
-                    write_part(
-                        rows.filter(pc.less_equal(rows["step"], step)).cast(arrow_schema(name)),
-                        path,
-                    )
+                    rows = read_part(path, name)
+                    kept = rows.filter(pc.less_equal(rows["step"], step))
+                    write_part(kept.cast(arrow_schema(name)), path)
             except DamagedPartError as error:
                 renamed = path.rename(path.with_name(f".damaged-{path.name}"))
                 damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
@@ -320,19 +462,64 @@ GROUP = 10_000
 _RUNS = pa.schema([(RUN, pa.string()), ("info", pa.string()), ("config", pa.string())])
 
 
+LONGEST_NAME = 500
+"""Longest name of a run in a packed data set [characters]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRuns:
+    """The runs of a packed data set.
+
+    Attributes:
+        rows: texts of run.json (`info`) and config.yaml (`config`, which may be None) by name.
+        refused: name as it is shown -> reason why that run is left out.
+    """
+
+    rows: Mapping[str, Mapping[str, Any]]
+    refused: Mapping[str, str]
+
+
 def is_pack(folder: Path) -> bool:
     """Whether a folder is a packed data set."""
-    return (folder / PACK_FILE).is_file()
+    return os.path.lexists(folder / PACK_FILE)
 
 
 @lru_cache(maxsize=8)
-def packed_runs(folder: Path) -> dict[str, dict[str, Any]]:
-    """Texts of run.json (`info`) and config.yaml (`config` or None) of a packed data set's runs, by name."""
+def packed_runs(folder: Path) -> PackedRuns:
+    """The runs of a packed data set; UserError if they cannot be read."""
+    path = folder / PACK_FILE
     try:
-        rows = pq.read_table(folder / PACK_FILE, schema=_RUNS, partitioning=None).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{folder / PACK_FILE}: cannot be read ({error}); restore it") from error
-    return {row[RUN]: row for row in rows}
+        check_regular(path, folder)
+        metadata = pq.read_metadata(path)
+        footer = _Footer(metadata=metadata, columns=frozenset(), texts=tuple(_RUNS.names))
+        groups = range(metadata.num_row_groups)
+        table = _read_groups(path, footer, groups, _RUNS.names, metadata.num_rows)
+        listed = table.cast(_RUNS).to_pylist()
+    except UnreadableError as error:
+        raise UserError(f"{error}; restore it") from error
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({_one_line(error)}); restore it") from error
+    rows: dict[str, dict[str, Any]] = {}
+    refused: dict[str, str] = {}
+    for number, row in enumerate(listed, 1):
+        name = row[RUN]
+        reason = _name_problem(name) or ("its name stands twice" if name in rows else "")
+        reason = reason or ("it has no run.json" if row["info"] is None else "")
+        if reason:
+            refused[f"{folder.name} row {number}"] = f"{path} row {number}: {reason}"
+        else:
+            rows[name] = row
+    return PackedRuns(rows=rows, refused=refused)
+
+
+def _name_problem(name: str | None) -> str:
+    """Why a name cannot be that of a run in a packed data set; empty if it can."""
+    if not name or len(name) > LONGEST_NAME or not name.isprintable():
+        return f"its name is {str(name)[:40]!r}"
+    parts = name.split("/")
+    if any(part in ("", ".", "..") or "\\" in part for part in parts) or len(parts) > 8:
+        return f"its name {name[:40]!r} is not a path below the folder"
+    return ""
 
 
 def pack_runs(runs: Mapping[str, Run], out: Path) -> list[Path]:

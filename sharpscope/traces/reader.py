@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,19 +16,24 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from sharpscope.errors import UserError, nearest
+from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.traces.files import (
     CONFIG_FILE,
     RUN_FILE,
     TRACES,
     has_writer,
-    parse_run_info,
     read_run_info,
 )
+from sharpscope.traces.info import parse_run_info
 from sharpscope.traces.parts import DamagedPartError, TraceWriter, is_pack, packed_runs, read_part
-from sharpscope.traces.schema import READABLE_VERSIONS, TABLES, arrow_schema
+from sharpscope.traces.schema import TABLES, arrow_schema
+from sharpscope.untrusted import read_text
 
 _DEPTH = 4
+LARGEST_CONFIG = 4_000_000
+"""Largest config.yaml [bytes]."""
+LARGEST_TOKENIZER = 200_000_000
+"""Largest tokenizer.json [bytes]."""
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
 _NOTEBOOK = "sharpscope.analysis.output"  # a higher layer, imported when asked for
 _ARRAY = "array"
@@ -99,11 +105,9 @@ class Run(_Tables):
         if pack is None:
             self.info = read_run_info(self.path)
         else:
-            self.info = parse_run_info(packed_runs(pack)[self._key]["info"], self.path / RUN_FILE)
-        version = self.info.get("schema_version")
-        if version not in READABLE_VERSIONS:
-            fix = f"this version reads {READABLE_VERSIONS}; use the sharpscope version in its run.json under versions"
-            raise UserError(f"run: {self.path} has schema version {version}, {fix}")
+            self.info = parse_run_info(
+                packed_runs(pack).rows[self._key]["info"], self.path / RUN_FILE
+            )
         self.damaged: dict[str, str] = {}
 
     name = property(lambda self: str(self.info.get("name", self.path.name)), doc="Name of the run.")
@@ -126,9 +130,9 @@ class Run(_Tables):
     def config_text(self) -> str | None:
         """Content of config.yaml, which reproduces the run; None if there is none."""
         if self._pack is not None:
-            return packed_runs(self._pack)[self._key]["config"]
+            return packed_runs(self._pack).rows[self._key]["config"]
         file = self.path / CONFIG_FILE
-        return file.read_text("utf-8") if file.is_file() else None
+        return read_text(file, LARGEST_CONFIG, self.path) if file.exists() else None
 
     @property
     def status(self) -> str:
@@ -194,7 +198,14 @@ class Run(_Tables):
     def reductions(self) -> list[Reduction] | None:
         """Results computed from the full token table before it was sampled; None for other runs."""
         rows = self.arrow("reductions").to_pylist()
-        made = [row | {"values": json.loads(row["values"], object_hook=_from_json)} for row in rows]
+        try:
+            made = [
+                row | {"values": json.loads(row["values"], object_hook=_from_json)} for row in rows
+            ]
+        except (ValueError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"run: {self.path} has damaged reductions ({first_line(error)}); export them again"
+            ) from error
         return [Reduction(**row) for row in made] or None
 
     def show(self, height: int = 900) -> Any:
@@ -234,7 +245,6 @@ class Run(_Tables):
 
     def _tables(self, table: str, steps: set[int] | None, columns: list[str]) -> Iterator[pa.Table]:
         """Rows of each sound part of a table, in order."""
-        schema = pa.schema([arrow_schema(table).field(name) for name in columns])
         root = self.path if self._pack is None else self._pack
         pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
         for path in sorted(root.glob(pattern)):
@@ -242,7 +252,7 @@ class Run(_Tables):
             if name in self.damaged:
                 continue
             try:
-                rows = read_part(path, columns, steps, self._key)
+                rows = read_part(path, table, columns, steps=steps, run=self._key)
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
@@ -251,7 +261,7 @@ class Run(_Tables):
                     _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
                 continue
             if rows.num_rows:
-                yield rows.cast(schema)
+                yield rows
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
@@ -357,7 +367,7 @@ def load_run(path: str | Path) -> Run:
     pack = next((p for p in list(folder.parents)[:_DEPTH] if is_pack(p)), None)
     if folder.exists() or pack is None:
         return Run(folder)
-    name, names = folder.relative_to(pack).as_posix(), list(packed_runs(pack))
+    name, names = folder.relative_to(pack).as_posix(), list(packed_runs(pack).rows)
     if name not in names:
         raise UserError(f"run: {pack} has no run {name!r}{nearest(name, names)}")
     return Run(folder, pack)
@@ -399,9 +409,11 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     packed = not root.exists() and any(is_pack(parent) for parent in list(root.parents)[:_DEPTH])
     if not root.is_dir() and not packed:
         raise UserError(f"runs: {root} is not a folder; give the folder that contains your runs")
-    for folder in [root] if packed else _run_folders(root, _DEPTH):
+    for folder, reason in [(root, "")] if packed else _run_folders(root, _DEPTH):
         label = folder.relative_to(root).as_posix() if folder != root else root.resolve().name
         try:
+            if reason:
+                raise UserError(reason)
             runs[label] = load_run(folder)
         except UserError as error:
             skipped[label] = str(error)
@@ -409,16 +421,26 @@ def load_runs(path: str | Path | Iterable[str | Path]) -> Runs:
     return Runs(root, runs, skipped)
 
 
-def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if (folder / RUN_FILE).is_file():
-        yield folder  # do not search below a run
-    elif is_pack(folder):
-        yield from (folder / name for name in packed_runs(folder))
-    elif depth:
-        for child in sorted(
-            child for child in folder.iterdir() if child.is_dir() and not child.name.startswith(".")
-        ):
-            yield from _run_folders(child, depth - 1)
+def _run_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
+    """The folders of runs in a folder, each with the reason why it cannot be one, if there is any."""
+    if os.path.lexists(folder / RUN_FILE):
+        yield folder, ""  # do not search below a run
+        return
+    try:
+        if is_pack(folder):
+            packed = packed_runs(folder)
+            yield from ((folder / name, "") for name in packed.rows)
+            yield from ((folder / label, reason) for label, reason in packed.refused.items())
+        elif depth:
+            names = (child for child in folder.iterdir() if not child.name.startswith("."))
+            for child in sorted(child for child in names if child.is_dir()):
+                # a link to a run is followed, one to a folder of anything is not
+                if not child.is_symlink() or os.path.lexists(child / RUN_FILE):
+                    yield from _run_folders(child, depth - 1)
+    except UserError as error:
+        yield folder, str(error)
+    except OSError as error:
+        yield folder, f"{folder} cannot be read ({error.strerror})"
 
 
 def _steps(steps: Iterable[int] | int | None) -> set[int] | None:
@@ -475,10 +497,10 @@ def _load(folder: Path) -> Pieces | None:
     from tokenizers import Tokenizer
 
     try:
-        loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except (
-        Exception
-    ):  # the library raises bare exceptions for a damaged file; tokens then stand as their numbers
+        text = read_text(folder / "tokenizer.json", LARGEST_TOKENIZER, folder.parent)
+        loaded = Tokenizer.from_str(text)
+    except Exception:
+        # The library raises bare exceptions for a damaged file; tokens then stand as their numbers.
         return None
     decode = lru_cache(maxsize=None)(
         lambda *ids: str(loaded.decode(ids, skip_special_tokens=False))

@@ -16,20 +16,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sharpscope import distributed
-from sharpscope.errors import NonFiniteError, UserError
+from sharpscope.errors import NonFiniteError, UserError, first_line
 from sharpscope.policy import Policy
 from sharpscope.policy.sharding import gathered_copy, is_sharded, shard_state
+from sharpscope.untrusted import UnreadableError, check_regular, read_json
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
 STATE = "trainer_state.json"
 CHECKSUMS = "checksums.json"
+LARGEST_STATE = 500_000_000
+"""Largest file of a checkpoint's state or checksums [bytes]."""
 OPTIMIZER = "optimizer.safetensors"
 
 
@@ -50,6 +54,9 @@ class Progress:
     measuring: Mapping[str, Any] = field(default_factory=dict)
 
 
+_PROGRESS = TypeAdapter(Progress)
+
+
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
     """`checkpoints/step-000050` of a run."""
     return run_dir / "checkpoints" / f"step-{step:06d}"
@@ -57,7 +64,8 @@ def checkpoint_dir(run_dir: Path, step: int) -> Path:
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
-    folders = [p for p in (run_dir / "checkpoints").glob("step-*") if (p / STATE).exists()]
+    found = (run_dir / "checkpoints").glob("step-*")
+    folders = [p for p in found if p.name[5:].isdecimal() and (p / STATE).exists()]
     return sorted(folders, key=step_of)
 
 
@@ -69,12 +77,14 @@ def step_of(folder: Path) -> int:
 def damage(folder: Path) -> str | None:
     """Defects of a checkpoint's files by its list of checksums; None if they are intact."""
     try:
-        listed = json.loads((folder / CHECKSUMS).read_bytes())
+        listed = read_json(folder / CHECKSUMS, LARGEST_STATE, folder)
         for name, expected in listed.items():
-            if _checksum(folder / name) != expected:
+            if _checksum(folder / name, folder) != expected:
                 return f"{name} does not have its checksum"
     except FileNotFoundError as error:
         return f"{Path(str(error.filename)).name} is missing"
+    except UnreadableError as error:
+        return str(error)
     except (OSError, ValueError, AttributeError) as error:
         return f"{CHECKSUMS} cannot be read ({error})"
     return None
@@ -150,7 +160,9 @@ def _write(
         save_file(moments, temporary / OPTIMIZER)
         (temporary / STATE).write_text(json.dumps(vars(progress), indent=1), encoding="utf-8")
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        sums = {path.relative_to(temporary).as_posix(): _checksum(path) for path in files}
+        sums = {
+            path.relative_to(temporary).as_posix(): _checksum(path, temporary) for path in files
+        }
         (temporary / CHECKSUMS).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     except (
         Exception
@@ -171,24 +183,31 @@ def _write(
 def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> Progress:
     """Restore the optimizer's state; `model` was loaded from `folder` before."""
     try:
-        state = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        state = read_json(folder / STATE, LARGEST_STATE, folder)
+        if isinstance(state, dict):
+            state.pop("score", None)  # of version 0.2
+        progress = _PROGRESS.validate_python(state)
         tensors = load_file(folder / OPTIMIZER)
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, UnreadableError) as error:
         raise UserError(
-            f"checkpoint '{folder}' cannot be read ({error}); choose an earlier one"
+            f"checkpoint '{folder}' cannot be read ({first_line(error)}); choose an earlier one"
         ) from None
     parameters = dict(model.named_parameters())
     for key, value in tensors.items():
-        name, entry = key.rsplit("::", 1)
+        name, _, entry = key.rpartition("::")
         if name not in parameters:
             raise UserError(
                 f"checkpoint: the optimizer's state names '{name}', which the model does not have"
             )
         parameter = parameters[name]
+        if entry != "step" and value.shape != parameter.shape:
+            sizes = f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
+            raise UserError(
+                f"checkpoint '{folder}': {key} has shape {sizes}; choose an earlier one"
+            )
         # AdamW keeps its step count on the CPU
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
-    state.pop("score", None)  # of version 0.2
-    return Progress(**state)
+    return progress
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -203,8 +222,9 @@ def fingerprint(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _checksum(path: Path) -> list[int]:
-    """Size [bytes] and CRC-32 of a file."""
+def _checksum(path: Path, folder: Path) -> list[int]:
+    """Size [bytes] and CRC-32 of a file in a folder."""
+    check_regular(path, folder)
     total = crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):

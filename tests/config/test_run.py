@@ -145,7 +145,7 @@ def test_a_mistake_is_one_line_with_its_place(overrides, says):
             + "".join(f"{y}: &{y} [{', '.join(['*' + x] * 10)}]\n" for x, y in pairwise("abcdefg")),
             "more than 200,000 values",
         ),
-        ("#" * 4_000_001, "larger than"),
+        ("#" * 4_000_001, "if you trust it, set SHARPSCOPE_BOUNDS=2"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content, says):

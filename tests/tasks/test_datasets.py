@@ -200,7 +200,7 @@ def test_broken_files_say_where_and_what(tmp_path):
     )
     (tmp_path / "folder").mkdir()
     says = {
-        "latin.jsonl": "not readable",
+        "latin.jsonl": "line 2 is not UTF-8",
         "broken.parquet": "not readable",
         "zero.parquet": "has no rows",
     }
