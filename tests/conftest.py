@@ -108,7 +108,7 @@ def empty_pictures():
         return paths
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sharpscope.analysis.figures.save", save)
+        patch.setattr("sharpscope.analysis.plots.save", save)
         yield
 
 

@@ -67,7 +67,7 @@ def analyze(
         paths: run folders, or folders of runs.
         out: folder of report.html, tables/ and figures/; None: `report` beside the runs.
         claims: test the published claims too, with their figures.
-        figures: write figures for papers.
+        figures: write every figure for papers that the runs have the numbers of.
         on_progress: called with what is being done.
 
     Raises:
@@ -87,12 +87,10 @@ def analyze(
         pictures: dict[str, Any] = {section.name: section.content for section in figures_of}
         saved = {}
         if pictures or figures:
-            from sharpscope.analysis.figures import chart_figures, save
+            from sharpscope.analysis.plots import all_figures, save
 
-            for name, figure in (
-                *pictures.items(),
-                *(chart_figures(content.charts) if figures else ()),
-            ):
+            drawn = all_figures(runs) if figures else ()
+            for name, figure in (*pictures.items(), *drawn):
                 tell(f"{name}.png")
                 saved[name] = save(figure, output_folder(folder / "figures"), name)
         tables = {}

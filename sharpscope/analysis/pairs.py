@@ -183,7 +183,9 @@ def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
         if both := set(a) & set(b):
             step = max(both)
             errors = [_error(run, split, heat, step, column) for run in (first, second)]
-            label = f"{split.replace('heldout', 'held-out')} {name}, {sampling(heat)}"
+            most = int(first.eval[first.eval["split"] == split]["k"].max())
+            named = name.replace("@k", f"@{most}")
+            label = f"{split.replace('heldout', 'held-out')} {named}, {sampling(heat)}"
             yield Difference(
                 label, "share", better, a[step][0], b[step][0], math.hypot(*errors), "prompt"
             )

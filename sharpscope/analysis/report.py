@@ -33,7 +33,7 @@ from sharpscope.analysis.measures import (
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import SPIKE_Z, recorded_by
-from sharpscope.analysis.statistics import series_mean
+from sharpscope.analysis.statistics import FEWEST, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, last_step, per_run, studies
 from sharpscope.analysis.text import (
     interval_text,
@@ -271,11 +271,7 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
         half = (row["high"] - row["low"]) / 2
         text = interval_text(factor * value, factor * half, sign=True) + " points" * share
         text = "–" if not math.isfinite(value) else "0" if value == 0 and not half > 0 else text
-        clear = (
-            "a difference"
-            if row["low"] > 0 or row["high"] < 0
-            else "no difference shown" * math.isfinite(half)
-        )
+        clear = verdict_of(row["low"], row["high"], row["n"], counted=share)
         cells = {
             "quantity": row["quantity"]
             + ("" if row["unit"] in ("share", "1", "reward") else f" [{row['unit']}]")
@@ -294,6 +290,15 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
         made.append(cells)
     frame = pd.DataFrame(made)
     return frame if (rows["n"] > 1).any() else frame.drop(columns=_PAIRS, errors="ignore")
+
+
+def verdict_of(low: float, high: float, n: int, counted: bool) -> str:
+    """What an interval shows. None of seeds that all agree, or of fewer than FEWEST where counts make a share coarse."""
+    if not math.isfinite(high - low):
+        return ""
+    if n > 1 and (high == low or (counted and n < FEWEST)):
+        return "too few seeds to tell"
+    return "a difference" if low > 0 or high < 0 else "no difference shown"
 
 
 def setting_sections(study: Study) -> list[Section]:

@@ -26,6 +26,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Start here": {"demo": running.demo, "run": running.run, "show": inspecting.show},
     "Understand runs": {
         "tokens": inspecting.tokens,
+        "plot": inspecting.plot,
         "analyze": inspecting.analyze,
         "diagnose": inspecting.diagnose,
     },

@@ -1,7 +1,8 @@
-"""`show`, `tokens`, `analyze`, `diagnose`: look at recorded runs and at logs."""
+"""`show`, `plot`, `tokens`, `analyze`, `diagnose`: look at recorded runs and at logs."""
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,7 +44,7 @@ def show(
     if (watch or card) and len(runs) > 1:
         raise UserError(f"--{'watch' if watch else 'card'}: takes one run; give one folder")
     if card:
-        from sharpscope.analysis.figures import write_card
+        from sharpscope.analysis.card import write_card
         from sharpscope.traces import load_run
 
         typer.echo(f"Written: {write_card(load_run(runs[0]), card)}")
@@ -57,6 +58,44 @@ def show(
         analysis.watch(runs[0], Console())
     except KeyboardInterrupt:
         typer.echo("stopped watching; the run continues")
+
+
+def plot(
+    sources: Annotated[
+        list[str] | None, Argument(help="Run folders, a log or a CSV file, then the figure's name.")
+    ] = None,
+    out: Annotated[Path | None, Option(help="File (.png, .svg, .pdf). Default: NAME.png.")] = None,
+    style: Annotated[str, Option(help="paper, notebook or dark.")] = "paper",
+    width: Annotated[str, Option(help="one or two columns of a paper.")] = "two",
+    choose: Annotated[
+        list[str] | None,
+        Option("--choose", help="A choice of the figure: column=weight, treatment=grpo-sg."),
+    ] = None,
+    list_: Annotated[bool, Option("--list", help="List the figures.")] = False,
+) -> None:
+    """Draw one figure of runs for a paper, a notebook or slides, and write its numbers as CSV beside it.
+
+    Examples:
+      sharpscope plot --list
+      sharpscope plot runs/first gradient_norm --out norms.pdf --width one
+      sharpscope plot runs/grpo-s0 runs/grpo-sg-s0 forest
+      sharpscope plot output/trainer_state.json log --style dark
+    """
+    from sharpscope.analysis.plots import PLOTS, plot_named
+    from sharpscope.errors import UserError
+
+    if list_:
+        for one in PLOTS.values():
+            lines = textwrap.wrap(one.says, 79 - 22)
+            typer.echo(f"{one.name:<21} " + f"\n{'':<22}".join(lines))
+        return
+    if not sources or len(sources) < 2:
+        raise UserError("plot: give runs and a figure's name; `sharpscope plot --list` lists them")
+    *paths, name = sources
+    choices = read_pairs("--choose", choose or [], "column=weight")
+    drawn = plot_named(name)(list(paths), style=style, width=width, **choices)
+    written = drawn.save(out or Path(f"{name}.png"))
+    typer.echo("Written: " + ", ".join(map(str, written)))
 
 
 def tokens(

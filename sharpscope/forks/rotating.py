@@ -26,7 +26,14 @@ from sharpscope.methods import (
 )
 from sharpscope.methods.loss import policy_loss, token_normalizer
 from sharpscope.methods.method import CurvatureTokens, Kl, Method
-from sharpscope.methods.plan import StepTensors, calibrate, token_bins, token_weights
+from sharpscope.methods.plan import (
+    TOKEN_COLUMNS,
+    StepTensors,
+    calibrate,
+    token_bins,
+    token_weights,
+)
+from sharpscope.methods.token_weights import Weighting
 from sharpscope.policy import TokenStats
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.run_folder import set_threads
@@ -83,14 +90,14 @@ class Rotations:
     methods: Mapping[str, Method]
 
     def figure(self) -> Figure:
-        """Rays at the angles of gradients and updates, with the angle of the batch's noise shaded."""
-        from sharpscope.analysis.figures import rotation_figure
+        """The angle of each method's gradient and update, with the angle of the batch's noise."""
+        from sharpscope.analysis.plots import rotation
 
-        return rotation_figure(self.table, self.noise)
+        return rotation(self.table.assign(noise=self.noise), style="paper").figure
 
     def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
         """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""
-        from sharpscope.analysis.figures import save, styled, weight_functions
+        from sharpscope.analysis.plots import save, weight_functions
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,13 +108,11 @@ class Rotations:
         record.write_text(
             json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        with styled():
-            paths = [table, record, *save(self.figure(), folder, "rotation")]
-            return paths + (
-                save(weight_functions(weight_curves(self.methods)), folder, "weights")
-                if plot
-                else []
-            )
+        paths = [table, record, *save(self.figure(), folder, "rotation")]
+        curves = weight_curves(self.methods) if plot else None
+        if curves is None or curves.empty:
+            return paths
+        return paths + save(weight_functions(curves, style="paper").figure, folder, "weights")
 
 
 def rotate(
@@ -395,7 +400,8 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
     """Weights of methods on grids of the logit and of the probability.
 
     Returns:
-        Columns method, axis (logit | probability), x and weight. Methods whose weight also depends on other values have no rows.
+        Columns method, axis (logit | probability), x and weight. Methods whose weight is no function of that value alone have
+        no rows on its axis.
     """
     import pandas as pd
 
@@ -407,12 +413,31 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
         ):
             values = torch.from_numpy(x)
             column = {"logit": values} if axis == "logit" else {"logp": values.log()}
-            step = StepTensors.from_columns(**column)  # type: ignore[arg-type]
-            try:
-                weight = token_weights(method.weight, step, torch.Generator().manual_seed(0))[
-                    :, 0
-                ].numpy()
-            except (UserError, ValueError):
-                continue  # it depends on other values
-            rows += [(name, axis, a, b) for a, b in zip(x, weight, strict=True)]
+            weight = _function_of(method.weight, column)
+            if weight is not None:
+                rows += [(name, axis, a, b) for a, b in zip(x, weight.tolist(), strict=True)]
     return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])
+
+
+def _function_of(weighting: Weighting, column: Mapping[str, Tensor]) -> Tensor | None:
+    """Weights (n,) at the values of one column; None where they also depend on anything else of the token or its step.
+
+    The other columns get two different values, the advantage two signs, and half of the tokens a step of their own: a weight
+    that changes with any of these is no function of the column.
+    """
+    if getattr(weighting, "kind", "") == "shuffled":
+        return None
+    (values,) = column.values()
+    half = len(values) // 2
+    made = []
+    for fill, sign, end in ((0.3, 1.0, len(values)), (1.7, -1.0, half)):
+        like = torch.full((end,), fill, dtype=values.dtype)
+        columns = dict.fromkeys(TOKEN_COLUMNS, like)
+        columns |= {name: one[:end] for name, one in column.items()}
+        step = StepTensors.from_columns(advantage=sign * torch.ones_like(like), **columns)  # type: ignore[arg-type]
+        try:
+            weights = token_weights(weighting, step, torch.Generator().manual_seed(0))
+        except (UserError, ValueError):
+            return None
+        made.append(weights[:, 0])
+    return made[0] if torch.allclose(made[0][:half], made[1]) else None

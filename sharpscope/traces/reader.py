@@ -36,6 +36,7 @@ LARGEST_TOKENIZER = 200_000_000
 """Largest tokenizer.json [bytes]."""
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
 _NOTEBOOK = "sharpscope.analysis.output"  # a higher layer, imported when asked for
+_PLOTS = "sharpscope.analysis.plots"
 _ARRAY = "array"
 
 
@@ -79,6 +80,10 @@ class _Tables:
     events: pd.DataFrame
     forks: pd.DataFrame
     _frame: Callable[[str], pd.DataFrame]
+
+    def __dir__(self) -> list[str]:
+        """Names for Tab completion, the tables among them."""
+        return sorted({*super().__dir__(), *_Tables.__annotations__} - {"_frame"})
 
     def __getattr__(self, name: str) -> pd.DataFrame:
         if name not in TABLES or name in ("tokens", "reductions"):
@@ -208,6 +213,11 @@ class Run(_Tables):
             ) from error
         return [Reduction(**row) for row in made] or None
 
+    @property
+    def plot(self) -> Any:
+        """Figures of the run: `run.plot.gradient_norm()` returns axes and the frame that they show; Tab lists them."""
+        return import_module(_PLOTS).PlotsOf(Runs(self.path, {self.name: self}, {}))
+
     def show(self, height: int = 900) -> Any:
         """The run's page for a notebook: which tokens moved the model, curves, tokens; see `sharpscope.analysis.output`.
 
@@ -297,6 +307,11 @@ class Runs(_Tables, Sequence[Run]):
         return self._concat(
             {name: run.tokens(_steps(steps), columns) for name, run in self.by_name.items()}
         )
+
+    @property
+    def plot(self) -> Any:
+        """Figures of these runs; see `Run.plot`."""
+        return import_module(_PLOTS).PlotsOf(self)
 
     def show(self, height: int = 900) -> Any:
         """The page of these runs for a notebook; see `Run.show`."""

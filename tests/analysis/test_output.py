@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from sharpscope.analysis import analyze
-from sharpscope.analysis.figures import write_card
+from sharpscope.analysis.card import write_card
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.text import escape_markdown, percent
 from sharpscope.errors import UserError
@@ -41,7 +41,7 @@ def test_a_study_gives_a_page_figures_and_tables_beside_the_runs(study_folder: P
         result.out.resolve() == study_folder / "report"
         and result.page == result.out / "report.html"
     )
-    assert {"reward", "held_out_accuracy_greedy"} <= set(result.figures)
+    assert {"trajectories", "forest"} <= set(result.figures)
     assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(
         result.figures
     )

@@ -13,7 +13,13 @@ from rich.console import Console
 from sharpscope.analysis import show_headline, token_sections, watch
 from sharpscope.analysis.headline import moved_sections, moved_tokens
 from sharpscope.analysis.measures import Z
-from sharpscope.analysis.report import cost_table, curve_table, sharpness_sections, sparkline
+from sharpscope.analysis.report import (
+    cost_table,
+    curve_table,
+    sharpness_sections,
+    sparkline,
+    verdict_of,
+)
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.text import interval_text
@@ -231,3 +237,13 @@ def test_the_headline_of_two_methods_in_the_demos_ending(pair: Study):
     )
     assert "about 45°" in text and "no difference shown" in text and "One pair of runs" in text
     assert len(shown.splitlines()) <= 20
+
+
+def test_seeds_that_all_agree_and_few_counts_have_no_verdict():
+    assert verdict_of(-0.01, -0.01, 2, counted=True) == "too few seeds to tell"  # both at −1 point
+    assert verdict_of(0.5, 0.5, 5, counted=False) == "too few seeds to tell"
+    assert verdict_of(0.02, 0.05, 3, counted=True) == "too few seeds to tell"
+    assert verdict_of(0.02, 0.05, 4, counted=True) == "a difference"
+    assert verdict_of(0.02, 0.05, 3, counted=False) == "a difference"
+    assert verdict_of(-0.02, 0.05, 1, counted=True) == "no difference shown"
+    assert verdict_of(math.nan, math.nan, 3, counted=False) == ""

@@ -276,3 +276,11 @@ def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
         )
     with pytest.raises(UserError, match="learning rate is 0"):
         rotate(["grpo"], run=folder, overrides=["optimizer.schedule=linear"])
+
+
+def test_a_weight_of_other_values_is_not_drawn_as_a_function_of_the_logit():
+    """0.3 drew weights that depend on the entropy, on the advantage or on the whole step as lines over the logit."""
+    names = ["grpo-sg", "grpo-sg-shuffled", "grpo-sg-constant", "stare", "pepo", "cov-grpo", "ar"]
+    methods = {name: named_method(name) for name in names}
+    drawn = weight_curves(methods).groupby(["method", "axis"]).size()
+    assert set(drawn.index) == {("grpo-sg", "logit"), ("ar", "probability")}

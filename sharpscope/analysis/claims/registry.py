@@ -394,7 +394,7 @@ def write_claims(
 
 def claim_sections(runs: Runs) -> list[Section]:
     """The verdicts on all claims with their figures, the checks of the recording, and what the tests can decide."""
-    from sharpscope.analysis.figures import (
+    from sharpscope.analysis.plots import (
         paired_dots,  # matplotlib, which `study claims` does not need
     )
 

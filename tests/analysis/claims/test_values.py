@@ -13,7 +13,7 @@ import pytest
 
 from sharpscope.analysis.claims import gradients, judge, sharpness, study_of, tokens
 from sharpscope.analysis.claims.one_update import clusters, paired
-from sharpscope.analysis.figures import paired_dots
+from sharpscope.analysis.plots import paired_dots
 from sharpscope.analysis.tokens import scan
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.analysis.claims import planted

@@ -1,79 +1,17 @@
-"""Figures and charts draw what an independent computation finds: means, intervals, lines, bands and bars, not pixels."""
+"""Charts of the page hold what an independent computation finds: means, intervals, bands and events."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from sharpscope.analysis import curves
-from sharpscope.analysis import figures as plots
-from sharpscope.analysis.curves import chart_of, study_charts
-from sharpscope.analysis.figures import plain, save, setting_text
+from sharpscope.analysis.curves import study_charts
 from sharpscope.analysis.study import Setting, Study
 from sharpscope.traces import Runs, TraceWriter, load_run
 from tests.traces.synthetic import new_run, rows
-
-
-def named(*labels):
-    return [{"label": label, "color": "blue"} for label in labels]
-
-
-def line(axis, label):
-    (drawn,) = [line for line in axis.lines if line.get_label() == label and len(line.get_xdata())]
-    return np.asarray(drawn.get_xdata(), float), np.asarray(drawn.get_ydata(), float)
-
-
-def test_a_curve_is_the_chart_with_its_interval(study):
-    """The numbers of a chart are tested below."""
-    chart = charts_of(study)["charts"]["reward"]
-    one = chart["series"][study.labels.index("grpo")]
-    (axis,) = plots.curves(chart, named(*study.labels)).axes
-    x, y = line(axis, "grpo")
-    assert x.tolist() == chart["x"] and y.tolist() == one["y"]
-    arms = axis.collections[study.labels.index("grpo")].get_segments()
-    np.testing.assert_allclose(
-        [ends[:, 1] for ends in arms], list(zip(one["low"], one["high"], strict=True))
-    )
-
-
-def test_saturated_points_are_hollow_and_few_seeds_are_thin_lines():
-    frame = pd.DataFrame(
-        {"setting": "grpo", "seed": [0, 0, 1, 1], "step": [0, 5] * 2, "quantity": "q"}
-    )
-    frame = frame.assign(value=[1.0, 2.0, 3.0, 6.0], saturated=[False, True, False, False])
-    (axis,) = plots.curves(chart_of(frame, ["grpo"]), named("grpo")).axes
-    assert line(axis, "saturated")[1].tolist() == [4.0] and line(axis, "grpo")[1].tolist() == [
-        2.0,
-        4.0,
-    ]
-    assert [each.get_ydata().tolist() for each in axis.lines[:2]] == [[1.0, 2.0], [3.0, 6.0]]
-
-
-def test_hostile_labels_are_text_and_equal_figures_give_equal_files(tmp_path):
-    assert (
-        plain("_hidden") == "\u200b_hidden"
-        and plain("a\x1b[31m\n") == "a�[31m⏎"
-        and plain("$x$") == r"\$x\$"
-    )
-    assert (
-        setting_text("grpo (optimizer.lr=1e-4, rollout.group_size=4)")
-        == "grpo (lr=1e-4, group_size=4)"
-    )
-    name = "$\\frac{ <script> \x1b_a"
-    values = pd.DataFrame(
-        {"setting": name, "seed": 0, "step": [1, 2], "quantity": "reward", "value": [1.0, 2.0]}
-    )
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
-        paths = save(
-            plots.curves(chart_of(values, [name]), named(name)), tmp_path / folder, "figure"
-        )
-    for path in paths:
-        assert path.read_bytes() == (tmp_path / "a" / path.name).read_bytes()
-    assert b"<script>" not in paths[1].read_bytes()
 
 
 def charts_of(study: Study) -> dict:

@@ -1,0 +1,198 @@
+"""How every figure looks: three styles, two widths, one color-blind safe palette, and what a figure needs to be drawn and saved."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from io import BytesIO
+from pathlib import Path
+from textwrap import fill
+
+import matplotlib as mpl
+import pandas as pd
+from cycler import cycler
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from sharpscope.analysis.curves import COLORS
+from sharpscope.analysis.text import printable
+from sharpscope.errors import UserError, nearest
+
+DARK_COLORS = (
+    *("#4fb3e8", "#f2b134", "#3fcf9b", "#ff8f4d", "#e3a0d8"),
+    *("#dcb48c", "#ffc9ec", "#b5b5b5", "#f1ea6a", "#8fd0f5"),
+)
+"""The same hues as COLORS, lighter: each has a contrast of at least 4.5 with the dark page."""
+GRAY = "#7b8188"
+"""Of lines that are no data; readable on white and on the dark page."""
+WIDTHS = {"one": 3.35, "two": 6.9}
+"""Width of a figure [inches]: one or two columns of a two-column paper."""
+
+_INK = {"light": ("#ffffff", "#1b1f23", "#e6e8ea"), "dark": ("#14171a", "#e6e9ec", "#2c3238")}
+"""Background, text and grid."""
+STYLES = {"paper": ("light", 8.0), "notebook": ("light", 9.5), "dark": ("dark", 9.5)}
+"""Name of a style -> its colors, and the size of its text [points]."""
+FORMATS = (".png", ".svg", ".pdf")
+_SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
+
+
+def styled(style: str = "paper") -> AbstractContextManager[None]:
+    """Context in which figures are made and saved; matplotlib's own settings come back afterwards.
+
+    Raises:
+        UserError: there is no such style.
+    """
+    if style not in STYLES:
+        raise UserError(f"style {style}: unknown{nearest(style, STYLES)}")
+    kind, size = STYLES[style]
+    page, ink, grid = _INK[kind]
+    colors = DARK_COLORS if kind == "dark" else COLORS
+    settings = {
+        "font.size": size,
+        "axes.titlesize": size,
+        "axes.labelsize": size,
+        "legend.fontsize": size - 1,
+        "xtick.labelsize": size - 1,
+        "ytick.labelsize": size - 1,
+        "figure.facecolor": page,
+        "savefig.facecolor": page,
+        "axes.facecolor": page,
+        "text.color": ink,
+        "axes.labelcolor": ink,
+        "axes.edgecolor": GRAY,
+        "xtick.color": ink,
+        "ytick.color": ink,
+        "axes.grid": True,
+        "grid.color": grid,
+        "grid.linewidth": 0.6,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.prop_cycle": cycler(color=colors),
+        "lines.linewidth": 1.4,
+        "lines.markersize": 3.5,
+        "legend.frameon": False,
+        "figure.dpi": 100,
+        "savefig.dpi": 200,
+        "text.usetex": False,
+        "svg.hashsalt": "sharpscope",
+        "svg.fonttype": "none",
+    }
+    return mpl.rc_context(settings)  # type: ignore[arg-type]
+
+
+def colors() -> list[str]:
+    """The palette of the current style."""
+    return list(mpl.rcParams["axes.prop_cycle"].by_key()["color"])
+
+
+def diverging() -> str:
+    """Color map for values around 0, which has the page's color."""
+    return "vlag" if mpl.rcParams["figure.facecolor"] == _INK["light"][0] else "icefire"
+
+
+class Picture(Figure):
+    """A figure made without pyplot, so without global state, that Jupyter shows all the same.
+
+    Attributes:
+        frame: the numbers that it shows.
+    """
+
+    frame: pd.DataFrame
+
+    def panels(
+        self, count: int, height: float, across: int = 2, sharey: bool = False
+    ) -> list[Axes]:
+        """`count` axes, each `height` inches high, at most `across` beside each other (one in a narrow figure)."""
+        columns = min(count, across if self.get_figwidth() > 5 else 1)
+        rows = -(-count // columns)
+        self.set_figheight(rows * height + 0.4)
+        axes = self.subplots(rows, columns, squeeze=False, sharey=sharey).ravel()
+        for unused in axes[count:]:
+            unused.remove()
+        return list(axes[:count])
+
+    def _repr_png_(self) -> bytes:
+        """The figure as PNG."""
+        png = BytesIO()
+        self.savefig(png, format="png", dpi=110)
+        return png.getvalue()
+
+
+def picture(width: float) -> Picture:
+    """An empty figure of this width [inches]."""
+    figure = Picture(figsize=(width, 2.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panel(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure of this size [inches] with one axis."""
+    figure = picture(width)
+    return figure, figure.panels(1, height)[0]
+
+
+def plain(text: object, limit: int = 60) -> str:
+    """Text as a figure's label: no math mode, and shown in legends also if it begins with an underscore."""
+    clean = printable(text, limit)
+    return ("\u200b" + clean if clean.startswith("_") else clean).replace("$", r"\$")
+
+
+def setting_text(label: object) -> str:
+    """A setting's label for a legend: `grpo (lr=0.0002)` of `grpo (optimizer.lr=0.0002)`."""
+    return plain(_SECTION.sub("", str(label)), 100)
+
+
+def color_of(labels: Iterable[object]) -> dict[str, str]:
+    """One color for each label, the same in every panel; plain GRPO is always first."""
+    names = sorted(dict.fromkeys(map(str, labels)), key=lambda name: (name != "grpo", name))
+    palette = colors()
+    return {name: palette[n % len(palette)] for n, name in enumerate(names)}
+
+
+def legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    """A legend above the figure that names each label of `axes` once, and folded labels of the y axes."""
+    found: dict[str, Artist] = {}
+    for axis in axes:
+        axis.set_ylabel(fill(axis.get_ylabel(), 30))
+        handles, labels = axis.get_legend_handles_labels()
+        found.update((str(label), one) for label, one in zip(labels, handles, strict=True))
+        if (own := axis.get_legend()) is not None:
+            own.remove()
+    if not found:
+        return
+    # 0.065 inch a letter and 0.5 inch for the line: a legend wider than its figure would be cut off
+    fit = int(figure.get_figwidth() / (0.5 + 0.065 * max(map(len, found))))
+    across = max(1, min(len(found), 4, fit))
+    lines = -(-len(found) // across)
+    figure.set_figheight(figure.get_figheight() + 0.17 * lines)
+    figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=across)
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write `name`.png and `name`.svg; equal figures give equal files."""
+    paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
+    for path in paths:
+        save_as(figure, path)
+    return paths
+
+
+def save_as(figure: Figure, file: Path) -> Path:
+    """Write a figure to a .png, .svg or .pdf file without the date, so that equal figures give equal files.
+
+    Raises:
+        UserError: another ending, or the file cannot be written.
+    """
+    if file.suffix not in FORMATS:
+        raise UserError(f"{file}: a figure is one of {', '.join(FORMATS)}; name the file so")
+    dates = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    face = figure.get_facecolor()
+    with styled():
+        try:
+            figure.savefig(file, metadata=dates[file.suffix], facecolor=face)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be written ({error.strerror})") from error
+    return file

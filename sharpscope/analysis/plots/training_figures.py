@@ -1,0 +1,393 @@
+"""Figures of trainings: trajectories, comparisons of settings, accuracy by size, sharpness over training, layers, logs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from sharpscope.analysis.curves import study_values
+from sharpscope.analysis.headline import layer_norms
+from sharpscope.analysis.measures import STEPS, sharpness_rows
+from sharpscope.analysis.pairs import compare_runs
+from sharpscope.analysis.plots.registry import plot
+from sharpscope.analysis.plots.style import (
+    GRAY,
+    Picture,
+    color_of,
+    colors,
+    legend,
+    plain,
+    setting_text,
+)
+from sharpscope.analysis.plots.token_figures import heat_map
+from sharpscope.analysis.statistics import FEWEST, mean_interval
+from sharpscope.analysis.study import Setting, Study, studies
+from sharpscope.analysis.text import method_label
+from sharpscope.diagnose import diagnose
+from sharpscope.diagnose.logs import BY_NAME
+from sharpscope.traces import MAX_SATURATION, Runs
+
+TRAJECTORIES = (
+    STEPS["reward_mean"].name,
+    STEPS["grad_norm"].name,
+    "held-out accuracy, greedy [%]",
+    "held-out accuracy, T = 1 [%]",
+)
+"""What `trajectories` shows; of the accuracies the first that was measured."""
+LOGGED = 12
+"""Quantities of a log that are shown: those with a finding first; what never varies is left out."""
+PAIRED = ("reward_mean", "grad_norm", "entropy_mean", "completion_length_mean", "kl_step")
+
+
+def largest_study(runs: Runs) -> Study:
+    """The study with the most runs that have steps."""
+    return max(studies(runs), key=lambda study: len(study.each()))
+
+
+def ends(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the mean over seeds; the mean itself of fewer than FEWEST."""
+    data = np.asarray(values, dtype=float)
+    interval = mean_interval(data) if len(data) >= FEWEST else None
+    mean = float(data.mean())
+    return (mean, mean) if interval is None else (interval.low, interval.high)
+
+
+def mean_lines(axis: Axes, frame: pd.DataFrame, by: str, palette: dict[str, str]) -> None:
+    """For each value of `by` the mean over seeds by step with its interval; of fewer than FEWEST seeds each as a thin line."""
+    for label, rows in frame.groupby(by, sort=False):
+        color, seeds = palette[str(label)], rows["seed"].nunique()
+        if 1 < seeds < FEWEST:
+            for _, one in rows.groupby("seed"):
+                axis.plot(one["step"], one["value"], color=color, linewidth=0.5, alpha=0.5)
+        sns.lineplot(
+            rows,
+            x="step",
+            y="value",
+            color=color,
+            errorbar=ends if seeds >= FEWEST else None,
+            err_kws={"alpha": 0.18, "linewidth": 0},
+            marker="o" if rows["step"].nunique() <= 12 else None,
+            markeredgewidth=0,
+            label=setting_text(method_label(str(label))),
+            ax=axis,
+        )
+    axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+
+
+def trajectory_frame(runs: Runs) -> pd.DataFrame:
+    """Runs of at least two steps."""
+    study = largest_study(runs)
+    values = study_values(study.only(two_settings(study, None, None)))
+    values = values.dropna(subset=["value"])
+    there = list(dict.fromkeys(values["quantity"]))
+    accuracy = [name for name in TRAJECTORIES[2:] if name in there][:1]
+    shown = [name for name in (*TRAJECTORIES[:2], *accuracy) if name in there]
+    kept = values[values["quantity"].isin(shown)]
+    return kept[["setting", "seed", "step", "quantity", "value"]].reset_index(drop=True)
+
+
+@plot(trajectory_frame, "setting", "seed", "step", "quantity", "value")
+def trajectories(figure: Picture, frame: pd.DataFrame) -> None:
+    """Gradient norm, reward and held-out accuracy over training for each setting, with 95 % intervals over seeds."""
+    quantities = list(dict.fromkeys(frame["quantity"]))
+    axes = figure.panels(len(quantities), 1.9, across=3)
+    palette = color_of(frame["setting"])
+    for axis, quantity in zip(axes, quantities, strict=True):
+        mean_lines(axis, frame[frame["quantity"] == quantity], "setting", palette)
+        if quantity == STEPS["grad_norm"].name:
+            positive = frame["value"][(frame["quantity"] == quantity) & (frame["value"] > 0)]
+            axis.set(yscale="log", ylim=(0.8 * positive.quantile(0.005), None))
+        axis.set(xlabel="step", ylabel=plain(quantity, 100))
+    legend(figure, axes)
+
+
+# -- Settings against a baseline
+
+
+def compared(runs: Runs, labels: Sequence[str] | None = None) -> pd.DataFrame:
+    """`compare_runs` of the largest study, or of these settings of it, the first as the baseline."""
+    study = largest_study(runs)
+    chosen = study if labels is None else study.only(labels)
+    names = {id(run): name for name, run in study.runs.items()}
+    pairs = {names[id(run)]: run for _, _, run in chosen.each()}
+    return compare_runs(pairs, labels[0] if labels else None)
+
+
+def intervals(axis: Axes, names: Sequence[str], frame: pd.DataFrame) -> None:
+    """difference, low and high of a row each, from above, filled where the interval leaves 0 out, on a line at 0."""
+    at = np.arange(len(frame))[::-1]
+    arms = [frame["difference"] - frame["low"], frame["high"] - frame["difference"]]
+    axis.axvline(0, color=GRAY, linewidth=0.9)
+    axis.errorbar(frame["difference"], at, xerr=arms, fmt="none", ecolor=colors()[0], capsize=2)
+    sure = ((frame["low"] > 0) | (frame["high"] < 0)).to_numpy()
+    for clear, face in ((True, colors()[0]), (False, str(mpl.rcParams["axes.facecolor"]))):
+        text = "interval without 0" if clear else "interval with 0"
+        values = frame["difference"][sure == clear]
+        axis.plot(values, at[sure == clear], "o", ms=5, mfc=face, mec=colors()[0], label=text)
+    axis.set_yticks(at, [plain(name, 48) for name in names])
+    axis.set_ylim(-0.6, len(frame) - 0.4)
+
+
+def ablation_frame(runs: Runs) -> pd.DataFrame:
+    """Runs of two methods that share a seed, with a held-out accuracy."""
+    rows = compared(runs)
+    rows = rows[rows["quantity"].str.match(r"held-out accuracy, (greedy|T)")]
+    rows = rows[rows["quantity"] == sorted(rows["quantity"], key=lambda n: "greedy" not in n)[0]]
+    another = rows["treatment"].str.partition(" (")[0] != rows["baseline"].str.partition(" (")[0]
+    rows = rows[another] if another.any() else rows
+    points = {name: 100 * rows[name].astype(float) for name in ("difference", "low", "high")}
+    return rows[["baseline", "treatment", "quantity", "n"]].assign(**points).reset_index(drop=True)
+
+
+@plot(ablation_frame, "baseline", "treatment", "quantity", "n", "difference", "low", "high")
+def ablation(figure: Picture, frame: pd.DataFrame) -> None:
+    """Held-out accuracy of each weighting less that of plain GRPO, paired by seed, with 95 % intervals over seeds."""
+    shown = frame.sort_values("difference", ascending=False)
+    (axis,) = figure.panels(1, 0.6 + 0.22 * len(shown))
+    labels = shown["treatment"].map(lambda name: setting_text(method_label(str(name))))
+    intervals(axis, list(labels + " (" + shown["n"].astype(str) + " seeds)"), shown)
+    axis.set_xlabel(
+        f"{plain(shown['quantity'].iloc[0])}, less {shown['baseline'].iloc[0]} [points]"
+    )
+    legend(figure, [axis])
+
+
+PEOPLE = ["setting", "seed", "when", "level", "temperature", "accuracy"]
+
+
+def people_frame(runs: Runs) -> pd.DataFrame:
+    """Evaluations at several levels, such as numbers of people."""
+    study = largest_study(runs)
+    parts = [pd.DataFrame(columns=PEOPLE)]
+    for label, seed, run in study.only(two_settings(study, None, None)).each():
+        rows = run.eval[run.eval["level"].str.fullmatch(r"\d+") & (run.eval["split"] != "train")]
+        rows = rows[rows["temperature"] == rows["temperature"].min()]
+        for when, step in (("before", rows["step"].min()), ("after", rows["step"].max())):
+            chosen = rows[rows["step"] == step].assign(setting=label, seed=seed, when=when)
+            parts.append(chosen[PEOPLE])
+    frame = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
+    frame = frame.astype({"level": int, "accuracy": float})
+    return frame if frame["level"].nunique() > 1 else frame[:0]
+
+
+@plot(people_frame, "setting", "seed", "when", "level", "accuracy")
+def people(figure: Picture, frame: pd.DataFrame) -> None:
+    """Accuracy by the number of people of a puzzle (the level of a task): before training, and after it for each setting."""
+    (axis,) = figure.panels(1, 2.4)
+    text = frame["setting"].map(lambda name: setting_text(method_label(str(name))))
+    shown = frame.assign(setting=text.where(frame["when"] == "after", "before training"))
+    shown = shown.assign(percent=100 * shown["accuracy"]).sort_values("when", ascending=False)
+    sns.pointplot(
+        shown,
+        x="level",
+        y="percent",
+        hue="setting",
+        palette=color_of(text) | {"before training": GRAY},
+        errorbar=ends,
+        dodge=0.4,
+        markersize=4,
+        linestyle="none",
+        err_kws={"linewidth": 1.2},
+        ax=axis,
+    )
+    axis.set(xlabel="people in a puzzle (level of the task)", ylabel="accuracy [%]", ylim=(0, None))
+    legend(figure, [axis])
+
+
+# -- Two settings against each other
+
+
+def paired_frame(
+    runs: Runs, baseline: str | None = None, treatment: str | None = None
+) -> pd.DataFrame:
+    """Runs of two settings that share a seed (choices: `baseline`, `treatment`)."""
+    study = largest_study(runs)
+    first, second = two_settings(study, baseline, treatment)
+    values = study_values(study.only([first, second]))
+    values = values[values["quantity"].isin([STEPS[name].name for name in PAIRED])]
+    keys = ["quantity", "seed", "step"]
+    table = values.pivot_table(index=keys, columns="setting", values="value", sort=False)
+    both = table.reindex(columns=[first, second]).dropna()
+    frame = (both[second] - both[first]).rename("value").reset_index()
+    varied = frame.groupby("quantity")["value"].transform(lambda v: v.abs().max()) > 0
+    return frame[varied].assign(baseline=first, treatment=second).reset_index(drop=True)
+
+
+def two_settings(study: Study, baseline: str | None, treatment: str | None) -> tuple[str, str]:
+    """Labels of the settings to compare: those asked for, or plain GRPO and GRPO-SG, or others with the most seeds in common."""
+    ranked = sorted(study.settings, key=lambda one: (one.method != "grpo", -len(one.runs)))
+    first = baseline or ranked[0].label
+    base = next((one for one in ranked if one.label == first), ranked[0])
+
+    def rank(one: Setting) -> tuple[bool, bool, int]:
+        """GRPO-SG first, then other methods, then the most seeds in common with the baseline."""
+        common = len(set(one.runs) & set(base.runs))
+        return one.method != "grpo-sg", one.method == base.method, -common
+
+    rest = [one for one in ranked if one.label != first and set(one.runs) & set(base.runs)]
+    chosen = min(rest, key=rank).label if rest else first
+    return first, treatment or chosen
+
+
+@plot(paired_frame, "quantity", "seed", "step", "value", "baseline", "treatment")
+def paired(figure: Picture, frame: pd.DataFrame) -> None:
+    """Differences of two settings over training, paired by seed: thin a pair, thick the mean, the band its 95 % interval."""
+    quantities = list(dict.fromkeys(frame["quantity"]))
+    axes = figure.panels(len(quantities), 1.6)
+    first, second = (method_label(str(frame[n].iloc[0])) for n in ("baseline", "treatment"))
+    label = setting_text(f"{second} − {first}")
+    for axis, quantity in zip(axes, quantities, strict=True):
+        rows = frame[frame["quantity"] == quantity].assign(setting=label)
+        axis.axhline(0, color=GRAY, linewidth=0.9)
+        mean_lines(axis, rows, "setting", {label: colors()[0]})
+        axis.set(xlabel="step", ylabel=f"difference: {plain(quantity, 90)}")
+    legend(figure, axes)
+
+
+def forest_frame(
+    runs: Runs, baseline: str | None = None, treatment: str | None = None
+) -> pd.DataFrame:
+    """Runs of two settings that share a seed (choices: `baseline`, `treatment`)."""
+    rows = compared(runs, two_settings(largest_study(runs), baseline, treatment))
+    share = rows["unit"] == "share"
+    scale = np.where(share, 1.0, 1 / rows["baseline_value"].abs().replace(0.0, np.nan))
+    made = {name: 100 * rows[name].astype(float) * scale for name in ("difference", "low", "high")}
+    kept = rows[["baseline", "treatment", "quantity", "n"]].assign(**made)
+    kept["unit"] = share.map({True: "points", False: "% of the baseline"})
+    return kept.dropna(subset=["difference"]).reset_index(drop=True)
+
+
+@plot(forest_frame, "quantity", "difference", "low", "high", "unit", "n", "baseline", "treatment")
+def forest(figure: Picture, frame: pd.DataFrame) -> None:
+    """All quantities that two settings differ in, with 95 % intervals: shares in points, others in percent of the baseline."""
+    units = sorted(set(frame["unit"]), reverse=True)
+    rows = [frame[frame["unit"] == unit] for unit in units]
+    axes = figure.panels(len(units), 0.7 + 0.2 * max(map(len, rows)), across=1)
+    for axis, unit, part in zip(axes, units, rows, strict=True):
+        intervals(axis, list(part["quantity"]), part)
+        axis.set_xlabel(f"difference [{unit}]")
+    row = frame.iloc[0]
+    names = [method_label(str(row[which])) for which in ("treatment", "baseline")]
+    axes[0].set_title(setting_text(" − ".join(names)) + f", pairs: {frame['n'].max()}", loc="left")
+    legend(figure, axes)
+
+
+# -- Sharpness over training
+
+
+def sharpness_frame(runs: Runs) -> pd.DataFrame:
+    """Measures of sharpness at two steps or more (`probes.preset`)."""
+    parts = []
+    for label, seed, run in largest_study(runs).each():
+        rows = sharpness_rows(run)[["measure", "step", "value", "half", "saturation"]]
+        parts.append(rows.assign(setting=label, seed=seed))
+    columns = ["setting", "seed", "measure", "step", "value", "half", "saturated"]
+    if not parts:
+        return pd.DataFrame(columns=columns)
+    frame = pd.concat(parts, ignore_index=True)
+    frame = frame.assign(saturated=frame["saturation"].astype(float) > MAX_SATURATION)
+    steps = frame.groupby("measure")["step"].transform("nunique")
+    return frame.loc[steps > 1, columns].reset_index(drop=True)
+
+
+@plot(sharpness_frame, "setting", "seed", "measure", "step", "value", "half", "saturated")
+def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
+    """Sharpness over training with 95 % intervals: over seeds from four on, else over prompts; hollow points are saturated."""
+    measures = list(dict.fromkeys(frame["measure"]))[:6]
+    axes = figure.panels(len(measures), 1.9)
+    palette = color_of(frame["setting"])
+    for axis, measure in zip(axes, measures, strict=True):
+        rows = frame[frame["measure"] == measure]
+        mean_lines(axis, rows, "setting", palette)
+        for setting, part in rows.groupby("setting", sort=False):
+            color = palette[str(setting)]
+            if part["seed"].nunique() == 1:
+                bars = part["half"].fillna(0.0)
+                axis.errorbar(part["step"], part["value"], bars, color=color, capsize=2)
+        full = rows[rows["saturated"]].groupby(["setting", "step"])["value"].mean().reset_index()
+        if len(full):
+            page = str(mpl.rcParams["axes.facecolor"])
+            points = full["step"], full["value"]
+            axis.plot(*points, "o", mfc=page, mec=GRAY, ms=6, label="saturated")
+        axis.set(xlabel="step", ylabel=plain(measure, 80))
+    legend(figure, axes)
+
+
+# -- Layers
+
+
+def layer_step_frame(runs: Runs) -> pd.DataFrame:
+    """Gradient norms by layer (`updates.grad_norm_by_layer`) at two steps or more."""
+    table = layer_norms(runs[0])
+    parts = table["group"].str.partition(".")
+    table = table.assign(layer=parts[0].where(parts[1] == ".", table["group"]))
+    table = table.assign(square=table["grad_norm"] ** 2)
+    updates = table.groupby(["layer", "step", "update"], sort=False)["square"].sum() ** 0.5
+    norms = updates.groupby(["layer", "step"], sort=False).max().rename("grad_norm").reset_index()
+    typical = norms.groupby("layer")["grad_norm"].transform("median")
+    return norms.assign(times=norms["grad_norm"] / typical.where(typical > 0))
+
+
+@plot(layer_step_frame, "layer", "step", "grad_norm", "times")
+def layer_steps(figure: Picture, frame: pd.DataFrame) -> None:
+    """Which layer's gradient grew at which step: its norm as a multiple of the layer's median, as a heat map of one run."""
+    doublings = frame.assign(value=np.log2(frame["times"].astype(float)))
+    table = doublings.pivot(index="layer", columns="step", values="value")
+    numbers = [int(name) if name.isdigit() else 10**6 for name in table.index]
+    rank = [-1 if name == "embedding" else n for name, n in zip(table.index, numbers, strict=True)]
+    order = list(table.index[np.argsort(rank, kind="stable")])
+    (axis,) = figure.panels(1, 0.6 + 0.13 * len(table))
+    names = {name: f"layer {name}" if name.isdigit() else plain(name) for name in order}
+    heat_map(axis, table.loc[order].rename(index=names), "gradient norm, doublings of its median")
+    axis.set(xlabel="step", ylabel="")
+
+
+# -- A diagnosed log
+
+LOG_COLUMNS = ("quantity", "log", "step", "value", "onset", "finding")
+
+
+def log_frame(file: Path) -> pd.DataFrame:
+    """A training log of five steps or more, as `sharpscope diagnose` reads it."""
+    found = diagnose(file)
+    begins = {f.began.quantity: (f.step, f.rule.title) for f in reversed(found.findings)}
+    names = [name for name in found.log.frame if found.log.finite(str(name)).nunique() > 1]
+    names = sorted(names, key=lambda name: begins.get(str(name), (np.inf, ""))[0])[:LOGGED]
+    parts = []
+    for name in map(str, names):
+        series = found.log.finite(name)
+        onset, title = begins.get(name, (np.nan, ""))
+        values = {"step": series.index, "value": series.to_numpy(float)}
+        part = pd.DataFrame(values).assign(quantity=BY_NAME[name].title, log=BY_NAME[name].log)
+        parts.append(part.assign(onset=onset, finding=title))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(LOG_COLUMNS))
+
+
+@plot(log_frame, *LOG_COLUMNS, log=True)
+def log(figure: Picture, frame: pd.DataFrame) -> None:
+    """A training log as small multiples, with the step at which each finding of `sharpscope diagnose` begins."""
+    quantities = list(dict.fromkeys(frame["quantity"]))
+    axes = figure.panels(len(quantities), 1.35, across=3)
+    for axis, quantity in zip(axes, quantities, strict=True):
+        rows = frame[frame["quantity"] == quantity]
+        axis.plot(rows["step"], rows["value"], color=colors()[0], linewidth=1.1)
+        onset, finding = rows["onset"].iloc[0], rows["finding"].iloc[0]
+        title, color = fill(plain(quantity, 60), 24), str(mpl.rcParams["text.color"])
+        if np.isfinite(onset):
+            color = colors()[3]
+            axis.axvline(onset, color=color, linewidth=1.2)
+            axis.axvspan(onset, rows["step"].max(), color=color, alpha=0.1, linewidth=0)
+            title += "\n" + fill(f"{plain(finding, 60)}: step {onset:.0f}", 24)
+        axis.set_title(title, loc="left", color=color)
+        positive = bool((rows["value"] > 0).all())
+        wide = positive and rows["value"].max() > 20 * rows["value"].min()
+        axis.set_yscale("log" if wide and bool(rows["log"].iloc[0]) else "linear")
+        axis.set_xlabel("step")
