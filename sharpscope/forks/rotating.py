@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -419,25 +419,38 @@ def weight_curves(methods: Mapping[str, Method]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["method", "axis", "x", "weight"])
 
 
+_SPANS = {"logp": -5.0, "behavior_logp": -5.0, "logit": 30.0, "entropy": 3.0}
+"""Range of the values, from 0, that a token's other columns get; of those not named here it is 1."""
+
+
 def _function_of(weighting: Weighting, column: Mapping[str, Tensor]) -> Tensor | None:
     """Weights (n,) at the values of one column; None where they also depend on anything else of the token or its step.
 
-    The other columns get two different values, the advantage two signs, and half of the tokens a step of their own: a weight
-    that changes with any of these is no function of the column.
+    They are computed twice, with other random values in the other columns: each token a completion of its own, and half of the
+    tokens as one completion. A weight that differs is no function of the column alone.
     """
-    if getattr(weighting, "kind", "") == "shuffled":
-        return None
     (values,) = column.values()
-    half = len(values) // 2
-    made = []
-    for fill, sign, end in ((0.3, 1.0, len(values)), (1.7, -1.0, half)):
-        like = torch.full((end,), fill, dtype=values.dtype)
-        columns = dict.fromkeys(TOKEN_COLUMNS, like)
-        columns |= {name: one[:end] for name, one in column.items()}
-        step = StepTensors.from_columns(advantage=sign * torch.ones_like(like), **columns)  # type: ignore[arg-type]
-        try:
-            weights = token_weights(weighting, step, torch.Generator().manual_seed(0))
-        except (UserError, ValueError):
-            return None
-        made.append(weights[:, 0])
-    return made[0] if torch.allclose(made[0][:half], made[1]) else None
+    generator = torch.Generator().manual_seed(0)
+
+    def step_of(part: Mapping[str, Tensor], scale: float) -> StepTensors:
+        """A step of these values, everything else at random, between 0 and `scale` times its span."""
+        like = next(iter(part.values()))
+        drawn = torch.rand(len(TOKEN_COLUMNS) + 1, len(like), generator=generator, dtype=like.dtype)
+        names = zip(TOKEN_COLUMNS, drawn, strict=False)
+        columns = {name: scale * _SPANS.get(name, 1.0) * one for name, one in names}
+        columns.update(part)
+        return StepTensors.from_columns(advantage=2 * drawn[-1] - 1, **columns)
+
+    half = {name: one[: len(values) // 2] for name, one in column.items()}
+    alone, together = step_of(column, 1.0), step_of(half, 0.02)
+    rows = {name: getattr(together, name).T for name in (*TOKEN_COLUMNS, "mask")}
+    row = replace(together, group=torch.zeros(1), advantage=together.advantage[None], **rows)
+    try:
+        first, second = (
+            token_weights(weighting, step, torch.Generator().manual_seed(0))
+            for step in (alone, row)
+        )
+    except (UserError, ValueError):
+        return None
+    same = torch.allclose(first[: second.shape[1], 0], second[0])
+    return first[:, 0] if same else None

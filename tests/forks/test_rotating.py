@@ -281,6 +281,7 @@ def test_bad_checkpoints_and_a_batch_without_signal(folder, tiny_policy):
 def test_a_weight_of_other_values_is_not_drawn_as_a_function_of_the_logit():
     """0.3 drew weights that depend on the entropy, on the advantage or on the whole step as lines over the logit."""
     names = ["grpo-sg", "grpo-sg-shuffled", "grpo-sg-constant", "stare", "pepo", "cov-grpo", "ar"]
-    methods = {name: named_method(name) for name in names}
+    config = build_config(overrides=["method.name=grpo-sg", "method.weight.preset=paper"])
+    methods = {name: named_method(name) for name in names} | {"paper": config.method}
     drawn = weight_curves(methods).groupby(["method", "axis"]).size()
-    assert set(drawn.index) == {("grpo-sg", "logit"), ("ar", "probability")}
+    assert set(drawn.index) == {("paper", "logit"), ("ar", "probability")}

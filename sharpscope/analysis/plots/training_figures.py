@@ -327,8 +327,8 @@ def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
 def layer_step_frame(runs: Runs) -> pd.DataFrame:
     """Gradient norms by layer (`updates.grad_norm_by_layer`) at two steps or more."""
     table = layer_norms(runs[0])
-    parts = table["group"].str.partition(".")
-    table = table.assign(layer=parts[0].where(parts[1] == ".", table["group"]))
+    layer = table["group"].astype(str).str.extract(r"^(\d+)\.")[0].fillna(table["group"])
+    table = table.assign(layer=layer)
     table = table.assign(square=table["grad_norm"] ** 2)
     updates = table.groupby(["layer", "step", "update"], sort=False)["square"].sum() ** 0.5
     norms = updates.groupby(["layer", "step"], sort=False).max().rename("grad_norm").reset_index()
