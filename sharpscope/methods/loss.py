@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,8 @@ def policy_loss(
     With x_t = w_t·r_t (`weight_on=ratio`) or r_t, S(x, A) the clipped objective, c_t the normalizer and P the tokens of
     this pass: loss = Σ_{t ∈ P} c_t·{ −keep_t·[w_t]·b_t·S(x_t, A_t) + penalty_t·D_t + β·[w_t]·k_t }, where [w_t] is the
     weight where it belongs and 1 elsewhere, D_t the divergence of KL-Cov or Lp-Reg, k_t the estimator `kl.estimator`
-    and b_t the sampler correction. No gradient flows through w, b, the masks or the bounds.
+    and b_t the sampler correction. With a `proximal` policy r_t is π/π_prox and S is multiplied by π_prox/π_old. No gradient
+    flows through w, b, π_prox, the masks or the bounds.
 
     `plan` and `normalizer` have the microbatch's rows of those of the whole update; `logp` and `reference_logp` (needed for
     a KL term) are (n, T) [nats]; `pass_index` is which of the `pass_count` optimizer passes this update is.
@@ -51,7 +53,8 @@ def policy_loss(
     # (n, T); masked-out tokens are in no pass
     active = torch.where(plan.pass_index == pass_index, normalizer, 0.0)
     logp = torch.where(mask, logp, 0.0)  # values outside the mask may be anything, also not finite
-    log_ratio = torch.where(mask, logp - plan.behavior_logp, 0.0).clamp(max=LARGEST_LOG_RATIO)
+    center = plan.behavior_logp if method.proximal is None else plan.proximal_logp
+    log_ratio = torch.where(mask, logp - center, 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight, vespo = plan.weight, method.clip is not None and method.clip.kind == "vespo"
@@ -66,6 +69,9 @@ def policy_loss(
         objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
     if method.weight_on == "surrogate":
         objective = weight * objective
+    if method.proximal is not None:
+        moved = plan.proximal_logp - plan.behavior_logp
+        objective = moved.clamp(max=LARGEST_LOG_RATIO).exp() * objective
     if method.correction is not None and not vespo:
         objective = plan.correction * objective
     keep = plan.keep
@@ -102,6 +108,19 @@ class MethodState:
     weight: dict[str, Any] = field(default_factory=dict)
     # moving averages of norms by module type (`module_clip`)
     norms: dict[str, float] = field(default_factory=dict)
+    # weights of the averaged policy (`AveragedProximal`), in the model's order, and the sum of their factors
+    average: list[Tensor] = field(default_factory=list)
+    average_sum: float = 0.0
+
+    @torch.no_grad()
+    def averaged(self, decay: float, weights: Sequence[Tensor]) -> list[Tensor]:
+        """The averaged weights of a step that starts at `weights`; remembered."""
+        self.average_sum = decay * self.average_sum + 1.0
+        if len(self.average) != len(weights):
+            self.average, self.average_sum = [w.detach().clone() for w in weights], 1.0
+        for mean, now in zip(self.average, weights, strict=True):
+            mean.lerp_(now.detach(), 1.0 / self.average_sum)
+        return self.average
 
     def moved(self, weight: TokenWeight, entropy: Tensor) -> TokenWeight:
         """The token weight of a step whose loss tokens have this entropy (M,) [nats]; remembered if it moves."""

@@ -263,6 +263,19 @@ class LpRegPenalty(Part):
 Penalty = Annotated[KlCovPenalty | LpRegPenalty, Field(discriminator="kind")]
 
 
+class AveragedProximal(Part):
+    """Clip around an exponential moving average of past policies (PPO-EWMA, arXiv 2110.00641).
+
+    Decoupled objective (π_prox/π_old)·min(r·A, clip(r)·A) with r = π/π_prox. At step n, π_prox has the weights
+    Σ_i decay^(n−i)·θ_i / Σ_i decay^(n−i), θ_i those at the start of step i = 1…n. With decay 0 it is π_old.
+    """
+
+    kind: Literal["average"] = "average"
+    decay: float = Field(0.889, ge=0, lt=1)
+    """Factor of the older weights at each step; their mean age becomes decay/(1 − decay) steps, 8 for the source's 0.889
+    (per update there)."""
+
+
 class Sharpness(Part):
     """The gradient at θ + rho·g/‖g‖₂ in place of g = ∇L(θ), applied at θ (SAM, arXiv 2010.01412), or a part of it.
 
@@ -454,6 +467,9 @@ class Method(Part):
     bonus. It is no part of `loss_coef`: its gradient acts on all logits of a position."""
     tokens: Tokens | None = Field(None, description="Loss tokens in the surrogate; null: all.")
     penalty: Penalty | None = Field(None, description="Additional loss term on selected tokens.")
+    proximal: AveragedProximal | None = Field(
+        None, description="Policy that the clip is centered on; null: π_old."
+    )
     passes: float | None = Field(None, gt=0, le=1)
     """Two optimizer passes over a mini-batch: tokens with π_old below this number first, then the others; both divide by
     the full token count. Low-probability token isolation (arXiv 2505.12929), published 0.4; null: one pass."""
@@ -492,6 +508,10 @@ class Method(Part):
             raise ValueError(
                 "ratio.to=sampler needs correction=null: its ratio is already to the sampler"
             )
+        if self.proximal is not None and not (plain or isinstance(clip, DualClip)):
+            raise ValueError(f"proximal needs clip null, ppo, cispo or dual, not {kind}")
+        if self.proximal is not None and getattr(ratio, "to", "old") == "sampler":
+            raise ValueError("proximal needs ratio.to=old: it replaces the ratio's denominator")
         if self.at(0.0) is not self:
             self.at(1.0)  # schedules are monotone, so valid endpoints make all values valid
         return self

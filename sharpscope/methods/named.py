@@ -280,6 +280,7 @@ def reference_method(method: Method) -> Method:
             "tokens",
             "correction",
             "penalty",
+            "proximal",
             "entropy",
             "passes",
             "sharpness",

@@ -62,6 +62,8 @@ class StepTensors(ByRow):
     # (N, T) [nats] under the policy that Lp-Reg filters; −inf: left out
     proxy_logp: Tensor | None = None
     curvature: Tensor | None = None  # (N, T, 2) m_H and m_F of `CurvatureTokens`
+    # (N, T) [nats] under the averaged policy of `AveragedProximal`; None: π_old
+    proximal_logp: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:
@@ -140,7 +142,10 @@ class Plan(ByRow):
     pass_index: Tensor  # int8, the optimizer pass a token belongs to; −1 outside the mask
     penalty: Tensor  # 1 where a token has an extra divergence (KL-Cov, Lp-Reg), else 0
     proxy_logp: Tensor  # under the filtered policy that Lp-Reg compares with [nats]; 0 where it has no penalty
-    behavior_logp: Tensor  # denominator of the ratio [nats]
+    behavior_logp: (
+        Tensor  # denominator of the ratio [nats], or of π_prox/π_old with a proximal policy
+    )
+    proximal_logp: Tensor  # under the policy that the clip is centered on [nats]
     # under the policy that drew the token [nats]; `behavior_logp` where it is not known
     sampler_logp: Tensor
     correction: Tensor  # factor of the surrogate for the difference between those two; 1 without a correction
@@ -158,7 +163,8 @@ class LossOutput:
     """This microbatch's share of one update's loss, and what happened to each token (all but `loss` are detached)."""
 
     loss: Tensor  # scalar with gradient; the loss of an update is the sum over its microbatches
-    ratio: Tensor  # (n, T) the ratio that is clipped, before any weight; 1 outside the mask
+    # (n, T) the ratio that is clipped, to π_prox if there is one, before any weight; 1 outside the mask
+    ratio: Tensor
     # (n, T) int8: −1 where the lower bound acts, 1 where the upper bound does, else 0
     clipped: Tensor
     kl: Tensor  # (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask
@@ -220,6 +226,7 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
     sampler = step.behavior_logp if step.sampler_logp is None else step.sampler_logp
     second = step.logp.exp() >= (math.inf if method.passes is None else method.passes)
     old = sampler if getattr(method.ratio, "to", "old") == "sampler" else step.behavior_logp
+    center = old if method.proximal is None or step.proximal_logp is None else step.proximal_logp
     return Plan(
         mask=mask,
         advantage=torch.where(mask, step.token_advantage.to(dtype), 0.0),
@@ -229,6 +236,7 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
         penalty=penalty,
         proxy_logp=proxy,
         behavior_logp=torch.where(mask, old, 0.0).to(dtype),
+        proximal_logp=torch.where(mask, center, 0.0).to(dtype),
         sampler_logp=torch.where(mask, sampler, 0.0).to(dtype),
         correction=_correction(
             method.correction, torch.where(mask, step.behavior_logp - sampler, 0.0).to(dtype), mask

@@ -488,11 +488,12 @@ def _check_method(rows: StepRows, method: Method) -> None:
         or method.entropy is not None
         or method.pass_count > 1
         or method.needs_proxy
+        or method.proximal is not None
         or getattr(method.tokens, "kind", "") == "curvature"
     ):
         raise UserError(
             f"--method {name}: its update is not Σ c ∇ log π of one pass over the tokens; give a method without SAM, entropy bonus, "
-            "Lopti's passes, Lp-Reg and CAPO"
+            "Lopti's passes, Lp-Reg, CAPO and an averaged policy"
         )
     for needed, column in (
         (method.needs_reference, "ref_logp"),

@@ -11,7 +11,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,8 @@ CHECKSUMS = "checksums.json"
 LARGEST_STATE = 500_000_000
 """Largest file of a checkpoint's state or checksums [bytes]."""
 OPTIMIZER = "optimizer.safetensors"
+AVERAGE = "average"
+"""Entry of a parameter in the optimizer's file: its value in the averaged policy (`AveragedProximal`)."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,14 @@ def _write(
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
+    state = dict(progress.entropy_control)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    if average := state.pop("average", []):
+        moments |= {
+            f"{name}::{AVERAGE}": value.contiguous()
+            for name, value in zip(trained, average, strict=True)
+        }
+    progress = replace(progress, entropy_control=state)
     try:
         temporary.mkdir(parents=True)
         model.save_pretrained(temporary, safe_serialization=True)  # type: ignore[operator]
@@ -193,6 +203,7 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
             f"checkpoint '{folder}' cannot be read ({first_line(error)}); choose an earlier one"
         ) from None
     parameters = dict(model.named_parameters())
+    averages: dict[str, torch.Tensor] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition("::")
         if name not in parameters:
@@ -205,8 +216,14 @@ def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW
             raise UserError(
                 f"checkpoint '{folder}': {key} has shape {sizes}; choose an earlier one"
             )
+        if entry == AVERAGE:
+            averages[name] = value.to(parameter.device)
+            continue
         # AdamW keeps its step count on the CPU
         optimizer.state[parameter][entry] = value if entry == "step" else value.to(parameter.device)
+    average = [averages[name] for name in parameters if name in averages]
+    if average:
+        return replace(progress, entropy_control={**progress.entropy_control, "average": average})
     return progress
 
 

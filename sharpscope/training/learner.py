@@ -37,7 +37,7 @@ from sharpscope.recording.step import (
     step_tensors,
 )
 from sharpscope.seeds import generator
-from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates
+from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates, placed
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -162,7 +162,8 @@ class Learner:
                 update={"weight": self.state.moved(method.weight, stats.entropy.cpu()[mask])}
             )
         try:
-            plan = self.plan(rollouts, advantage, step, progress, method, stats)
+            proximal = self._proximal(method, rollouts)
+            plan = self.plan(rollouts, advantage, step, progress, method, stats, proximal)
             warnings = plan.warnings
             work = Updates(
                 self,
@@ -204,6 +205,14 @@ class Learner:
         )
         kl = self._kl_step(rollouts, mask, stats) if made else None
         return StepResult(updates, tokens, warnings, method.correction is not None, kl)
+
+    def _proximal(self, method: Method, rollouts: Rollouts) -> Tensor | None:
+        """Log-probabilities (N, T) [nats] under the averaged policy, which moves to this step; None for methods without one."""
+        if method.proximal is None or method.proximal.decay == 0:
+            return None  # π_old
+        average = self.state.averaged(method.proximal.decay, self.parameters)
+        with torch.no_grad(), placed(self.parameters, average):
+            return self.scorer.log_probabilities(rollouts)
 
     def _kl_step(self, rollouts: Rollouts, mask: Tensor, stats: TokenStats) -> float | None:
         """KL(π_old‖π) [nats / token] on a part of the step's completions; `stats` are π_old's, `mask` (N, T) the loss tokens."""
@@ -256,9 +265,11 @@ class Learner:
         progress: float,
         method: Method,
         stats: TokenStats,
+        proximal: Tensor | None = None,
     ) -> Plan:
-        """What is fixed for a step; `stats` are of the present policy."""
+        """What is fixed for a step; `stats` are of the present policy, `proximal` (N, T) [nats] of the averaged one."""
         tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
+        tensors = replace(tensors, proximal_logp=proximal)
         if method.needs_proxy:
             proxy = self.scorer.per_token(rollouts, flat_proxy)
             tensors = replace(tensors, proxy_logp=proxy)

@@ -208,6 +208,10 @@ class _Run:
         for model in (policy.model, reference) if launch.sharded else ():
             if model is not None:
                 shard(model, launch.reshard)
+        if launch.sharded and self.method.proximal is not None:
+            raise UserError(
+                "method.proximal: the average of the weights is not sharded; train without FSDP"
+            )
         self.optimizer = build_optimizer(policy.model, config.optimizer)
         self.order = DataOrder(examples, config.seed)
         # log of the largest gradient norm of each of the last steps, for spikes

@@ -437,12 +437,22 @@ def _moved(
     parameters: Sequence[nn.Parameter], steps: Iterable[Tensor | None], scale: float = 1.0
 ) -> Iterator[None]:
     """Within it the weights are moved by scale·steps; afterwards they are bit for bit what they were."""
-    kept = [p.detach().clone() for p in parameters]
-    try:
+    with placed(parameters, None):
         with torch.no_grad():
             for parameter, step in zip(parameters, steps, strict=True):
                 if step is not None:
                     parameter.add_(step, alpha=scale)
+        yield
+
+
+@contextmanager
+def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor] | None) -> Iterator[None]:
+    """Within it the weights are `values` (None: as they are); afterwards they are bit for bit what they were."""
+    kept = [p.detach().clone() for p in parameters]
+    try:
+        with torch.no_grad():
+            for parameter, value in zip(parameters, values or parameters, strict=True):
+                parameter.copy_(value)
         yield
     finally:
         with torch.no_grad():

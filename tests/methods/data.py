@@ -72,6 +72,7 @@ def make_case(
         "polarity": torch.randn(size, **random),
         "sampler_logp": behavior + far * torch.randn(size, **random),
         "proxy_logp": proxy,
+        "proximal_logp": behavior + 3 * far * torch.randn(size, **random),
         "curvature": (torch.rand(*size, 2, **random) - torch.tensor([0.5, 0.0]))
         * torch.tensor([0.03, 2e-4]),
     }
@@ -109,15 +110,19 @@ def plain_step(
     return StepTensors(mask, group, advantage, logp, logp, **(dict.fromkeys(names, unused) | given))
 
 
-NAMES = {
-    "behavior": "behavior_logp",
-    "sampler": "sampler_logp",
-    "old": "logp",
-    "proxy": "proxy_logp",
-} | {
-    name: name
-    for name in ("group", "mask", "logit", "entropy", "polarity", "collision", "curvature")
-}
+NAMES = (
+    {
+        "behavior": "behavior_logp",
+        "sampler": "sampler_logp",
+        "old": "logp",
+        "proxy": "proxy_logp",
+    }
+    | {
+        name: name
+        for name in ("group", "mask", "logit", "entropy", "polarity", "collision", "curvature")
+    }
+    | {"proximal": "proximal_logp"}
+)
 """Fields of the oracle's batch and of the step."""
 
 

@@ -102,6 +102,7 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], Tensor]]] = {
     "dppo-kl": [lambda b: oracle.dppo(b, True, 0.05)],
     "luspo": [oracle.luspo],
     "vespo": [oracle.vespo],
+    "ppo-ewma": [oracle.ppo_ewma],
     "papo": [lambda b: oracle.papo(b, 1.7)],
     "high-entropy": [oracle.high_entropy],
     "grpo-sam": [oracle.grpo],

@@ -47,6 +47,7 @@ class Batch:
     reference: Rows = ()
     proxy: Rows = ()  # under the filtered policy, −inf where it leaves a token out
     curvature: Sequence[Rows] = ()  # m_H and m_F
+    proximal: Rows = ()  # under the averaged policy
     now: Sequence[Sequence[Tensor]] = ()
     limit: int = 0
     beta: float = 0.0
@@ -244,6 +245,17 @@ def stapo(b: Batch, probability: float, quantile: float) -> Tensor:
     threshold = percentile([b.entropy[i][t] for i, t in rare], quantile) if rare else 0.0
     keep = {(i, t): (i, t) not in rare or b.entropy[i][t] >= threshold for i, t in b.tokens()}
     return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
+
+
+def ppo_ewma(b: Batch) -> Tensor:
+    """(π_prox/π_old)·min(r·A, clip(r)·A) with r = π/π_prox."""
+    adv = advantages(b)
+
+    def objective(i, t):
+        r = (b.now[i][t] - b.proximal[i][t]).exp()
+        return math.exp(b.proximal[i][t] - b.behavior[i][t]) * ppo(r, adv[i])
+
+    return total(b, objective)
 
 
 def lp_reg(b: Batch, share: float) -> Tensor:

@@ -17,7 +17,7 @@ from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.methods import Method, named_method
 from sharpscope.methods.loss import policy_loss
-from sharpscope.methods.method import Kl, Sharpness, TruncatedCorrection
+from sharpscope.methods.method import AveragedProximal, Kl, Sharpness, TruncatedCorrection
 from sharpscope.policy import load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.recording.rows import update_columns
@@ -158,6 +158,50 @@ def test_gradient_is_the_sum_of_loss_coef_times_score(world):
                 [g.flatten() for g in score]
             )
     torch.testing.assert_close(found[0], total, rtol=1e-4, atol=1e-6 * float(total.abs().max()))
+
+
+def weights_of(policy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in policy.model.parameters()])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.6])
+def test_the_proximal_policy_is_the_average_of_the_weights_at_the_steps_starts(world, decay):
+    """Three steps of two updates: the clip's center by hand; with decay 0 the weights are those of GRPO, bit for bit."""
+    policy, drawn = world
+    before = copy.deepcopy(policy.model.state_dict())
+    method = named_method("ppo-ewma")
+    method = method.model_copy(update={"proximal": AveragedProximal(decay=decay)})
+    ends, starts, centers = {}, [], []
+    for name, value in (("grpo", named_method("grpo")), ("ppo-ewma", method)):
+        observed = learner_of(policy, mini_batches=2, lr=1e-2)
+        for step in range(1, 4):
+            if name == "ppo-ewma":
+                starts.append(weights_of(policy))
+            learned = observed.learn(drawn.rollouts, drawn.advantage, step, 0.0, method=value)
+            first = learned.tokens.update == 0  # made at π_old
+            centers.append((first, learned.tokens.ratio[first].log()))
+        ends[name] = weights_of(policy)
+        if name == "grpo":
+            policy.model.load_state_dict(before)
+            centers.clear()
+    if decay == 0.0:
+        assert torch.equal(ends["grpo"], ends["ppo-ewma"]) and observed.state.average == []
+    else:
+        factors = torch.tensor([decay**2, decay, 1.0], dtype=torch.float64)
+        mean = (torch.stack(starts) * factors[:, None]).sum(0) / factors.sum()
+        found = torch.cat([p.flatten() for p in observed.state.average])
+        torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-14)
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(mean, list(policy.model.parameters()))
+        under = observed.scorer.log_probabilities(drawn.rollouts)
+        with torch.no_grad():
+            torch.nn.utils.vector_to_parameters(starts[2], list(policy.model.parameters()))
+        old = observed.scorer.log_probabilities(drawn.rollouts)
+        first, log_ratio = centers[2]
+        torch.testing.assert_close(log_ratio.double(), (old - under)[first], rtol=0, atol=1e-9)
+        assert first.any() and float(log_ratio.abs().max()) > 0.01
+        assert not torch.equal(ends["grpo"], ends["ppo-ewma"])
+    policy.model.load_state_dict(before)
 
 
 def test_mini_batches_and_lopti_use_every_token_once(world):

@@ -47,10 +47,18 @@ CASES = {
         "method.weight.of.preset": "calibrated",
         "rollout.temperature": 0.8,
     },
-    "covariance": {"method": "clip-cov", "method.tokens.share": 0.1},
+    "covariance": {
+        "method": "clip-cov",
+        "method.tokens.share": 0.1,
+        "method.weight": {"kind": "covariance_gaussian"},
+    },
     "dynamic": {"method": "dapo", "task.factory": "tests.toy_task:half_flat"},
     "sam": {"method": "grpo-sam"},
-    "token_baseline": {"method": "otb", "update.mini_batches": 2},
+    "token_baseline": {
+        "method": "otb",
+        "method.proximal": {"kind": "average", "decay": 0.5},
+        "update.mini_batches": 2,
+    },
 }
 
 
