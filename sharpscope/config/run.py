@@ -156,7 +156,7 @@ class RecordingSpec(Spec):
 
 
 ObjectiveName = Literal["nll", "expected_failure"]
-SharpnessKind = Literal["sam", "asam"]
+SharpnessKind = Literal["sam", "asam", "average"]
 Backend = Literal["lanczos", "pyhessian", "curvlinops"]
 OperatorName = Literal["hessian", "finite_difference", "gauss_newton", "fisher", "empirical_fisher"]
 Split = Literal["train", "heldout"]
@@ -204,7 +204,7 @@ class ProbesSpec(Spec):
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
     study."""
     kinds: tuple[SharpnessKind, ...] = Field(
-        ("sam",), description="Sharpness measures; standard: also asam."
+        ("sam",), description="Sharpness measures: sam, asam, average; standard: also asam."
     )
     critical_sharpness: bool = True
     """Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over

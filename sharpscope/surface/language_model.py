@@ -238,6 +238,11 @@ class LmSurface(Surface):
             self.model, objective, self._tokens, self._memory_mb, self.known, self.selection
         )
 
+    def prompts(self, rows: Tensor) -> LmSurface:
+        """The surface over the rows that are marked, (N,) bool, its loss the mean over these."""
+        index = rows.nonzero()[:, 0].to(self.objective.batch.lengths.device)
+        return self.over(self.objective.rows(index))
+
     def restricted(self, selection: str) -> LmSurface:
         """The surface over some of the parameters, the others fixed: its operators are the blocks of the whole ones."""
         return LmSurface(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, get_args
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,11 @@ from sharpscope.surface.surface import (
 )
 from sharpscope.traces.schema import MAX_SATURATION
 
-KINDS: tuple[SharpnessKind, ...] = get_args(SharpnessKind)
+if TYPE_CHECKING:
+    from sharpscope.surface.language_model import LmSurface
+
+KINDS: tuple[SharpnessKind, ...] = ("sam", "asam")
+"""Measures of one step along the gradient; see `average_sharpness` for the third."""
 MIN_SATURATION, TARGET_SATURATION = 0.05, 0.15
 EVALUATIONS = 16  # largest number of losses of the search for a radius
 
@@ -170,6 +174,90 @@ def sharpness(
             time.perf_counter() - began,
         )
         return Sharpness(value, rho * along, *rest, error, by_prompt)
+
+
+def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Estimate:
+    """SAM sharpness whose direction has not seen the prompts on which the rise is measured: the row `sam_cross_fitted`.
+
+    The prompts are split at random; the step along each half's gradient is measured on the other half. The plain estimate is above
+    that of infinitely many prompts, since its direction fits the batch's noise, this one below, since half of the prompts give a
+    noisier direction: together they bracket it. `base` (k,) is `surface.by_prompt()`. The error over prompts holds the directions
+    fixed.
+    """
+    began, values = time.perf_counter(), torch.full_like(base, math.nan)
+    order = torch.randperm(len(base), generator=torch.Generator().manual_seed(seed))
+    halves = [order[: len(base) // 2].sort().values, order[len(base) // 2 :].sort().values]
+    if not len(halves[0]):
+        raise UserError("sam_cross_fitted: needs two prompts, one for the direction")
+    prompts = torch.tensor(surface.objective.batch.prompts)
+    surfaces = [surface.prompts(torch.isin(prompts, half)) for half in halves]
+    found = [one.gradient_by_prompt()[1:] for one in surfaces]
+    for half, one, (direction, _), (_, start) in zip(
+        halves, surfaces, found[::-1], found, strict=True
+    ):
+        if (norm := length(direction)) > 0:
+            with moved(surface.parameters, direction * (rho / norm)):
+                values[half] = one.by_prompt() - start
+    value, ceiling = float(values.mean()), surface.ceiling(float(base.mean()))
+    known = math.isfinite(value)
+    estimate = Estimate(
+        "perturbation",
+        "sam_cross_fitted",
+        value,
+        rho=rho,
+        seconds=time.perf_counter() - began,
+        ceiling=ceiling,
+        saturation=value / ceiling if ceiling > 0 else math.nan,
+        why="" if known else "a half's gradient is zero or its loss not finite",
+    )
+    return with_prompts(estimate, values if known else None)
+
+
+def average_sharpness(
+    surface: Surface,
+    rho: float,
+    seed: int,
+    base: Tensor | None = None,
+    *,
+    samples: int = 8,
+    layerwise: bool = True,
+) -> Estimate:
+    """Average sharpness E[L(θ + ε)] − L(θ) over Gaussian ε with E‖ε‖² = rho², scaled by tensor: the row `average`.
+
+    With `layerwise` the part of ε in a tensor is proportional to its norm, ε_i ~ N(0, rho²·‖θ_i‖²/(‖θ‖²·n_i)), so that rescaling
+    two layers against each other changes nothing at the same rho/‖θ‖; without it all components have the variance rho²/P. Noise is
+    drawn in pairs ±ε, so that the gradient drops out and the mean is rho²/2 times a trace up to fourth order. The standard error is
+    over `samples` pairs, the prompts' over prompts with the noise fixed.
+    """
+    began, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
+    sizes = [p.numel() for p in surface.parameters]
+    norms = [length(p.detach()) for p in surface.parameters]
+    shares = [n**2 / sum(m**2 for m in norms) for n in norms] if layerwise else []
+    shares = shares or [size / sum(sizes) for size in sizes]
+    start = surface.value() if base is None else base.double()
+    rises = []
+    for _ in range(samples):
+        parts = [
+            torch.randn(size, generator=generator) * (rho * math.sqrt(share / size))
+            for size, share in zip(sizes, shares, strict=True)
+        ]
+        noise = flatten(
+            [part.view_as(p) for part, p in zip(parts, surface.parameters, strict=True)],
+            surface.parameters,
+        )
+        pair = []
+        for sign in (1, -1):
+            with moved(surface.parameters, sign * noise):
+                moved_loss = surface.value() if base is None else surface.by_prompt()
+            pair.append(torch.as_tensor(moved_loss, dtype=torch.float64) - start)
+        rises.append((pair[0] + pair[1]) / 2)
+    each = torch.stack(rises)  # (samples,) or (samples, k)
+    over_noise = each.reshape(samples, -1).mean(1)
+    found = Estimate("perturbation", "average", float(over_noise.mean()), rho=rho, seed=seed)
+    error = float(over_noise.std()) / math.sqrt(samples) if samples > 1 else math.nan
+    seconds = time.perf_counter() - began
+    found = replace(found, std_error=error, samples=samples, seconds=seconds)
+    return found if base is None else with_prompts(found, each.mean(0))
 
 
 @dataclass(frozen=True)

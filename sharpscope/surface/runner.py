@@ -32,7 +32,13 @@ from sharpscope.surface.language_model import (
     lm_surface,
     rollout_batch,
 )
-from sharpscope.surface.perturbation import Radius, find_radius, sharpness
+from sharpscope.surface.perturbation import (
+    Radius,
+    average_sharpness,
+    cross_fitted,
+    find_radius,
+    sharpness,
+)
 from sharpscope.surface.spectrum import curvature
 from sharpscope.tasks import Example, Task
 from sharpscope.traces.files import publish
@@ -102,7 +108,9 @@ def run(
                 point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, backend)
                 for probe in PROBES.values():
                     for rows in probe(point):
-                        yield Measured(labeled(rows, functional=objective.name, **labels), radius)
+                        counted = [replace(row, prompts=row.prompts or len(base)) for row in rows]
+                        found = labeled(counted, functional=objective.name, **labels)
+                        yield Measured(found, radius)
 
 
 def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
@@ -152,14 +160,19 @@ def _losses(point: Point) -> Iterator[list[Estimate]]:
 
 def _perturbations(point: Point) -> Iterator[list[Estimate]]:
     """The sharpness measures of the spec at the radius."""
+    given = point.surface, point.rho, point.seed, point.base
 
     def measure(kind: SharpnessKind) -> list[Estimate]:
-        return sharpness(
-            point.surface, None, point.rho, kind, at=point.at, base=point.base
-        ).estimates()
+        if kind == "average":
+            return [average_sharpness(*given)]
+        surface, rho, _, base = given
+        return sharpness(surface, None, rho, kind, at=point.at, base=base).estimates()
 
     for kind in point.spec.kinds if math.isfinite(point.rho) else ():
         yield labeled(attempted("perturbation", kind, partial(measure, kind)), seed=point.seed)
+        if kind == "sam":
+            halves = attempted("perturbation", "sam_cross_fitted", lambda: [cross_fitted(*given)])
+            yield labeled(halves, seed=point.seed)
 
 
 def _curvatures(point: Point) -> Iterator[list[Estimate]]:
@@ -167,15 +180,11 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     spec, objective = point.spec, point.surface.objective
     if not spec.curvature_prompts:
         return
-    rows = [
-        row for row, prompt in enumerate(objective.batch.prompts) if prompt < spec.curvature_prompts
-    ]
-    objective = objective.rows(torch.tensor(rows, device=objective.batch.lengths.device))
+    few = point.surface.prompts(torch.tensor(objective.batch.prompts) < spec.curvature_prompts)
 
     def measure() -> list[Estimate]:
-        surface = point.surface.over(objective)
         return curvature(
-            surface,
+            few,
             None,
             point.seed,
             top=TOP,
@@ -188,7 +197,7 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
             by_prompt=True,
         ).estimates()
 
-    prompts = len(objective.prompt_weight)
+    prompts = len(few.objective.prompt_weight)
     yield labeled(attempted("curvature", "largest", measure), prompts=prompts)
 
 

@@ -12,8 +12,8 @@ import sharpscope
 from sharpscope.errors import UserError
 from sharpscope.surface import Objective, lm_surface, problems
 from sharpscope.surface.language_model import token_batch
-from sharpscope.surface.perturbation import find_radius
-from sharpscope.surface.surface import moved
+from sharpscope.surface.perturbation import average_sharpness, cross_fitted, find_radius
+from sharpscope.surface.surface import Surface, moved
 from tests.models import sloped, small_model, with_spectrum
 
 
@@ -241,3 +241,50 @@ def test_no_radius_is_said(correct, says):
     found = find_radius(surface)
     assert math.isnan(found.rho) and says in found.why and "set probes.rho" in found.why
     assert any(says in line for line in problems([found.estimate()]))
+
+
+@pytest.mark.parametrize("name", ["nll", "expected_failure"])
+def test_a_cross_fitted_rise_is_along_the_gradient_of_the_other_half(name):
+    with language_surface(name) as surface:
+        _, _, base = surface.gradient_by_prompt()
+        found = cross_fitted(surface, 0.1, 3, base)
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(3))
+        halves, prompts = (order[:2], order[2:]), torch.tensor(surface.objective.batch.prompts)
+        rises = []
+        for mine, other in (halves, halves[::-1]):
+            index = [torch.isin(prompts, half).nonzero()[:, 0] for half in (mine, other)]
+            here, there = (surface.over(surface.objective.rows(rows)) for rows in index)
+            gradient = there.gradient()[1]
+            start = here.value()
+            with moved(surface.parameters, 0.1 * gradient / gradient.norm()):
+                rises.append(here.value() - start)
+        assert found.value == pytest.approx((2 * rises[0] + 3 * rises[1]) / 5, rel=1e-9)
+        assert len(found.prompt_values) == found.prompts == 5
+        assert found.quantity == "sam_cross_fitted"
+        assert np.mean(found.prompt_values) == pytest.approx(found.value, rel=1e-9)
+
+
+def test_average_sharpness_is_half_a_trace_and_layerwise_it_does_not_see_rescaling():
+    theta, loss, matrix, _ = quadratic(SPECTRA["indefinite"], GRADIENT)
+    plain = Surface(loss, [theta])
+    found = average_sharpness(plain, 0.3, 0, samples=4000, layerwise=False)
+    assert found.std_error < 0.01
+    assert abs(found.value - 0.3**2 / 2 * float(matrix.trace()) / 6) < 3 * found.std_error
+    values = []
+    for scale in (1.0, 7.0):
+        parameters, scaled = two_layers(scale)
+        norms = [float(p.detach().norm()) for p in parameters]
+        # what rescaling keeps is the noise relative to each layer: rho/‖θ‖ fixed
+        radius = 0.01 * math.hypot(*norms)
+        values.append(average_sharpness(Surface(scaled, parameters), radius, 0).value)
+    assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+def test_average_sharpness_has_an_error_over_prompts():
+    with language_surface("nll") as surface:
+        base = surface.by_prompt()
+        found = average_sharpness(surface, 0.1, 0, base)
+        alone = average_sharpness(surface, 0.1, 0)
+        assert found.value == pytest.approx(alone.value, rel=1e-6) and found.prompts == 5
+        assert found.std_error == pytest.approx(alone.std_error, rel=1e-6)
+        assert np.mean(found.prompt_values) == pytest.approx(found.value, rel=1e-9)
