@@ -345,6 +345,10 @@ class StepObserver:
                 self.run.critical_lr = found.lr
             threshold = [Estimate("critical", "critical_threshold", 2 / lr)] if lr > 0 else []
             self._found += labeled([*found.estimates(), *threshold], functional="surrogate")
+            if self.run.sharded is None:
+                self._found += self.run.surface.along_update(
+                    model, direction, self.run.critical_lr or GUESS * (lr or config.optimizer.lr)
+                )
             if not found.converged:
                 text = f"critical sharpness: {found.why}"
                 self.events.append(

@@ -6,15 +6,17 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy import Policy, draw_scored, load_policy, render_prompts
+from sharpscope.policy.directions import length
 from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.health import refusal
 from sharpscope.recording.run_folder import note
@@ -23,20 +25,50 @@ from sharpscope.seeds import derive
 from sharpscope.surface import (
     Drawn,
     Estimate,
+    Objective,
     ProbeSet,
     Radius,
     build_probe_set,
     columns,
+    critical_sharpness,
+    labeled,
+    limited_surface,
     probe_set_batches,
     problems,
     prompt_columns,
     run,
 )
+from sharpscope.surface.algorithms import quadratic_form
+from sharpscope.surface.estimate import with_prompts
+from sharpscope.surface.operators import flatten
 from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
     from sharpscope.recording.observers import MeasurementSchedule
+
+
+ENOUGH = 200
+"""Prompts below which a run says that its SAM sharpness is too high; docs/explanations/sharpness.md has the bias."""
+SHARE, FEWEST = 1 / 8, 24
+"""Largest part of a training's passes that probes at the default places cost, and the fewest prompts that they are given."""
+NLL_PASSES, SAMPLE_PASSES = 15, 9
+"""Passes of one text of `nll` at a point: two gradients, SAM and its cross-fit 8, the relative critical sharpness 7; of one completion
+of the expected failure: drawing it 1, the others 8."""
+
+
+def affordable_prompts(config: RunConfig) -> int:
+    """Prompts of the probe set on which a run's surface is probed: all, but where the places are ours as many as `SHARE` pays for."""
+    spec, update = config.probes, config.update
+    if spec.every is not None:
+        return spec.prompts
+    passes = 1 + (3 + (config.method.kl is not None)) * update.inner_epochs
+    completions = config.rollout.prompts_per_step * config.rollout.group_size
+    price = NLL_PASSES * ("nll" in spec.functionals)
+    price += SAMPLE_PASSES * spec.samples * ("expected_failure" in spec.functionals)
+    points = 1 + math.ceil(config.steps / max(spec.interval(config.steps), 1))
+    paid = int(SHARE * config.steps * completions * passes / (points * max(price, 1)))
+    return min(spec.prompts, max(FEWEST, paid))
 
 
 class Drawer:
@@ -114,6 +146,8 @@ class SurfaceProbes:
         self.probe_set: ProbeSet | None = None
         # of the perturbations, found at the first probe and kept in run.json
         self.radius: Radius | None = None
+        # learning rate of the relative critical sharpness found last, from which the next search starts
+        self.relative_lr: float | None = None
         self.refused = False  # whether the probed loss differed from the policy's own
 
     def start(self, probe_set: ProbeSet, info: dict[str, Any]) -> list[Event]:
@@ -121,9 +155,13 @@ class SurfaceProbes:
 
         Without solutions there is no `nll`: an event says so, and without another loss the expected failure takes its place.
         """
-        self.probe_set = probe_set
+        few = affordable_prompts(self.config)
+        self.probe_set = probe_set.first(few)
         if info.get("probe_radius"):
             self.radius = Radius(**info["probe_radius"])
+        events = []
+        if self.schedule.every["surface"] and self.spec.functionals:
+            events = self._few_prompts(few, probe_set)
         bare = [
             split
             for split in probe_set.splits
@@ -131,7 +169,7 @@ class SurfaceProbes:
             and not any(item.solution for item in probe_set.split(split))
         ]
         if not self.schedule.every["surface"] or "nll" not in self.spec.functionals or not bare:
-            return []
+            return events
         left = tuple(name for name in self.spec.functionals if name != "nll") or (
             "expected_failure",
         )
@@ -140,24 +178,63 @@ class SurfaceProbes:
             f"the initial policy solves no prompt of the probe set's {' and '.join(bare)} prompts, so "
             f"that there is no text whose nll is probed; {' and '.join(left)} is probed"
         )
-        return [Event(0, "probe", "info", math.nan, math.nan, "left out", text)]
+        return [*events, Event(0, "probe", "info", math.nan, math.nan, "left out", text)]
+
+    def _few_prompts(self, few: int, probe_set: ProbeSet) -> list[Event]:
+        """An event where sharpness is probed on fewer than `ENOUGH` prompts, and why."""
+        count = len(probe_set.first(few).split("train"))
+        if count >= ENOUGH:
+            return []
+        why = f"the probe set has {count}"
+        if few < len(probe_set.split("train")):
+            why = f"more would cost over {SHARE:.0%} of the training; probes.every=N probes on all"
+        text = f"sharpness is probed on {count} prompts, where SAM sharpness is too high ({why})"
+        return [Event(0, "probe", "info", float(count), float(ENOUGH), "none", text)]
 
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""
         return self.schedule.due("surface", step)
 
     def update_due(self, step: int) -> bool:
-        """Whether the critical sharpness is measured in `step`: at the planned places, else in step 1 and at an interval that is set."""
+        """Whether the critical sharpness is measured in `step`: at the planned places, else in step 1 and those that are probed."""
         if "surface" in self.schedule.at:
             return self.spec.critical_sharpness and self.schedule.due("surface", step)
-        regular = (
-            self.spec.every is not None and self.spec.every > 0 and step % self.spec.every == 0
-        )
-        return (
-            self.spec.critical_sharpness
-            and bool(self.schedule.every["surface"])
-            and (step == 1 or regular)
-        )
+        every = self.schedule.every["surface"]
+        return self.spec.critical_sharpness and bool(every) and (step == 1 or step % every == 0)
+
+    def along_update(
+        self, model: nn.Module, direction: Sequence[Tensor | None], guess: float
+    ) -> list[Estimate]:
+        """What an update does to the `nll` of the probe set's solutions, which it does not train on; nothing without solutions.
+
+        `relative_critical_sharpness` is 2/η of the smallest η at which the step θ − η·Δ raises it (arXiv 2601.16979), and where
+        curvature is probed `along_update` is ΔᵀHΔ/ΔᵀΔ on the same prompts as the largest eigenvalue.
+        """
+        if self.probe_set is None or "nll" not in self.spec.functionals:
+            return []
+        temperature = self.config.rollout.temperature
+        objective = Objective("nll", self.probe_set.solutions("train"), temperature)
+        rows = []
+        with limited_surface(model, objective, self.spec) as surface:
+            found = critical_sharpness(
+                surface.by_prompt,
+                model,
+                direction,
+                guess=self.relative_lr or guess,
+                tolerance=0.25,
+                max_evaluations=16,
+            )
+            if found.outcome == "found":
+                self.relative_lr = found.lr
+            relative = replace(found.estimates()[0], quantity="relative_critical_sharpness")
+            rows.append(replace(relative, prompts=len(objective.prompt_weight)))
+            if self.spec.curvature_prompts:
+                prompts = torch.tensor(objective.batch.prompts)
+                few = surface.prompts(prompts < self.spec.curvature_prompts)
+                flat = flatten(direction, surface.parameters)
+                along = Estimate("curvature", "along_update", quadratic_form(few.operator(), flat))
+                rows.append(with_prompts(along, few.curvature_by_prompt(flat / length(flat))))
+        return labeled(rows, functional="nll", probe_set=self.probe_set.name("train"))
 
     def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable."""

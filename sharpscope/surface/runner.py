@@ -279,6 +279,11 @@ class ProbeSet:
             )
         return chosen
 
+    def first(self, prompts: int) -> ProbeSet:
+        """The first prompts of each split, under a hash of their own: numbers on different prompts are not compared."""
+        kept = [item for split in self.splits for item in self.split(split)[:prompts]]
+        return replace(self, items=tuple(kept))
+
     def solutions(self, split: str) -> TokenBatch:
         """The stored solutions of a split, of which there must be one, as rows for `nll`; only solution tokens are scored."""
         solved = [item for item in self.split(split) if item.solution]

@@ -15,9 +15,17 @@ from sharpscope.policy import load_policy
 from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.norms import gradient_norms, layer_groups, update_norms
 from sharpscope.recording.observers import MeasurementSchedule
-from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, run_probe_set
+from sharpscope.recording.probe_sets import (
+    Drawer,
+    SurfaceProbes,
+    affordable_prompts,
+    run_probe_set,
+)
 from sharpscope.recording.rows import steps_row, unweighted_gradient
 from sharpscope.recording.step import StepTokens
+from sharpscope.surface import Objective, limited_surface
+from sharpscope.surface.operators import unflatten
+from sharpscope.surface.surface import moved
 from sharpscope.tasks import make_task
 from sharpscope.training import train
 from sharpscope.training.learner import build_optimizer
@@ -133,9 +141,10 @@ def test_the_radius_of_a_run_is_found_once_and_kept(toy_config):
         **SMALL, probes__functionals=["expected_failure"], probes__kinds=["sam"], probes__samples=4
     )
     config.run_dir.mkdir(parents=True)
-    (config.run_dir / "run.json").write_text('{"status": "running"}')
+    (config.run_dir / "run.json").write_text('{"status": "running", "schema_version": 3}')
     probes, probe_set, _ = probes_of(config)
-    assert probes.start(probe_set, {}) == []
+    (few,) = probes.start(probe_set, {})  # it says on how few prompts
+    assert (few.severity, few.value) == ("info", 3) and "the probe set has 3" in few.message
     tables, _ = probes.rows(0)
     rows = dict(zip(tables["probes"]["quantity"], tables["probes"]["value"], strict=True))
     kept = json.loads((config.run_dir / "run.json").read_text())["probe_radius"]
@@ -169,6 +178,41 @@ def test_every_estimate_that_is_not_to_be_believed_has_its_event(toy_config, bro
     )
     for quantity, event in zip(bad, events, strict=True):
         assert f" {quantity}" in event.message and event.message.split(": ", 1)[1]
+
+
+def test_along_an_update_the_nll_of_solutions_has_its_curvature_and_critical_sharpness(toy_config):
+    """Along the gradient of that nll itself, from products and a line search of the same surface."""
+    config = toy_config(**SMALL, policy__dtype="float64")
+    probes, probes.probe_set, model = probes_of(config)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    nll = Objective("nll", probes.probe_set.solutions("train"))
+    with limited_surface(model, nll, probes.spec) as surface:
+        _, slope = surface.gradient()
+        curved = float(slope @ (surface.hessian() @ slope)) / float(slope @ slope)
+    direction = [
+        part.view_as(p) for part, p in zip(unflatten(slope, parameters), parameters, strict=True)
+    ]
+    rows = {row.quantity: row for row in probes.along_update(model, direction, guess=1.0)}
+    assert rows["along_update"].value == pytest.approx(curved, rel=1e-6)
+    assert rows["along_update"].prompts == len(nll.prompt_weight)
+    found = rows["relative_critical_sharpness"]
+    assert found.converged and found.prompts == len(nll.prompt_weight)
+    with limited_surface(model, nll, probes.spec) as surface:
+        start, step = surface.value(), slope * (2 / found.value)
+        with moved(surface.parameters, -step * 0.8):
+            assert surface.value() < start
+        with moved(surface.parameters, -step * 1.25):
+            assert surface.value() > start
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "prompts"), [(1, None, 24), (10_000, None, 200), (1, 1, 200)]
+)
+def test_prompts_of_the_default_points_are_as_many_as_their_price_allows(
+    toy_config, steps, every, prompts
+):
+    config = toy_config(steps=steps, probes__preset="light", probes__every=every)
+    assert affordable_prompts(config) == prompts
 
 
 def test_without_solutions_the_expected_failure_is_probed(toy_config):

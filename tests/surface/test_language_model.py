@@ -337,9 +337,9 @@ def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit
 
 def test_presets_give_way_to_what_is_set():
     assert ProbesSpec(preset="off").every == 0 and ProbesSpec(preset="off").interval(200) == 0
-    assert ProbesSpec().interval(100) == 100 and ProbesSpec(every=25).interval(100) == 25
+    assert ProbesSpec().interval(100) == 25 and ProbesSpec(every=30).interval(100) == 30
     spec = ProbesSpec(preset="standard", samples=2, every=10, rho=0.1)
-    assert (spec.samples, spec.every, spec.rho, spec.prompts) == (2, 10, 0.1, 128)
+    assert (spec.samples, spec.every, spec.rho, spec.prompts) == (2, 10, 0.1, 200)
     # a resolved configuration says the same again
     assert ProbesSpec.model_validate(spec.model_dump()) == spec
 
