@@ -31,6 +31,8 @@ POINTS = 4_000
 VIOLINS = 8
 """Steps that have a violin, at most."""
 BINS = 24
+ENOUGH = 50
+"""Exact norms from which on they are shown in place of those of the local method."""
 SHOWN_TOKENS = 20
 
 DISTRIBUTIONS = {
@@ -88,9 +90,9 @@ def norm_frame(runs: Runs) -> pd.DataFrame:
         made = {"probability": 1 - rest, "norm": norm, "low": low, "high": high}
         parts.append(tokens[["setting", "step"]].assign(over=over, **made))
     whole = pd.concat([part for part in parts if len(part)] or parts[:1])
-    if "over all parameters" in set(whole["over"]):  # the exact norm, where there is one
-        whole = whole[whole["over"] != "over all parameters, local method"]
-    return whole
+    exact = (whole["over"] == "over all parameters").sum()  # shown, where there are enough
+    hidden = "over all parameters" + (", local method" if exact >= ENOUGH else "")
+    return whole[(whole["over"] != hidden) | (len(parts[2]) == 0)]
 
 
 @plot(norm_frame, "probability", "norm", "low", "high", "over")
