@@ -394,6 +394,10 @@ class LmSurface(Surface):
         """The rows' parts of L, (n,)."""
         return self.objective.row_shares(index, self._logp(index, twice=twice))
 
+    def logp_of(self, index: Tensor) -> Tensor:
+        """Log-probabilities of some rows with graph, (n, width) float64 [nats], 0 outside the scored tokens."""
+        return self._logp(index)
+
     def _logp(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens; `twice` differentiable or once."""
         states, targets, scored = self._states(index)
