@@ -765,3 +765,89 @@ def test_what_a_replay_lacks_is_named_with_what_writes_it(recorded, tiny_policy,
     probe_rollouts(tmp_path / "shifted.jsonl", policy, tmp_path / "out", method=method, force=True)
     ids = json.loads(sharpscope.load_run(tmp_path / "out").rollouts["token_ids"][0])
     assert ids == rows[0]["prompt"] + rows[0]["ids"]
+
+
+# -- Dumps with values that no trainer writes
+
+WRONG = [None, True, -1, 2**31, 10**400, 1e308, math.inf, "x", "\ud800", [], [[1]], {}, {"a": 1}]
+
+
+def places_of(value: Any, place: tuple = ()):
+    """Places of values in a record."""
+    yield from [place] if place else []
+    items = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, inner in items if isinstance(value, dict | list) else ():
+        yield from (
+            places_of(inner, (*place, key)) if isinstance(inner, dict | list) else [(*place, key)]
+        )
+
+
+def changed(record: Any, place: tuple, wrong: Any) -> Any:
+    record = json.loads(json.dumps(record))
+    inner = record
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = wrong
+    return record
+
+
+def small_rows() -> list[dict[str, Any]]:
+    values = {"theta": [-1.0, -2.0], "mu": [-1.1, -1.9], "entropy": [0.5, 0.6], "mask": [1, 1]}
+    row = {"prompt": [3, 4], "ids": [5, 6], "advantage": 0.5, "reward": 1.0}
+    return [{"step": step, **row, **values} for step in (1, 2)]
+
+
+@pytest.mark.parametrize("dump", WRITERS)
+def test_a_wrong_value_anywhere_in_a_dump_is_read_or_named(tmp_path, dump):
+    dump(tmp_path / "sound", small_rows())
+    kind = recognize(tmp_path / "sound")
+    options = {"columns": {}} if kind == "jsonl" else {}
+    assert list(read(tmp_path / "sound", kind, Options(**options), {}))
+    file, *_ = sorted(f for f in (tmp_path / "sound").rglob("*") if f.suffix in (".jsonl", ".pt"))
+    if file.suffix == ".pt":
+        whole = torch.load(file, weights_only=True)
+        lists = {
+            k: [
+                {n: v.tolist() if hasattr(v, "tolist") else v for n, v in s.items()}
+                for s in whole[k]
+            ]
+            for k in ("samples",)
+        }
+        sound: Any = whole | lists
+    else:
+        sound = json.loads(file.read_text().splitlines()[0])
+    tried = refused = 0
+    for place in places_of(sound):
+        for wrong in WRONG:
+            record = changed(sound, place, wrong)
+            if file.suffix == ".pt":
+                torch.save(record, file)
+            else:
+                file.write_text(json.dumps(record), "utf-8")
+            tried += 1
+            try:
+                list(read(tmp_path / "sound", kind, Options(**options), {}))
+            except UserError as error:
+                refused += 1
+                assert "\n" not in str(error) and len(str(error)) < 500
+    assert tried > 100 and refused > 20
+
+
+@pytest.mark.parametrize("parents", [[1, 0], [None, 2, 1], [0]])
+def test_messages_whose_parents_form_a_circle_are_named(tmp_path, parents):
+    nodes = [
+        {"parent": parent, "token_ids": [1], "mask": [True], "logprobs": [-1.0]}
+        for parent in parents
+    ]
+    write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": nodes}]}])
+    with pytest.raises(UserError, match=r"line 1: the parents of [123] messages form a circle"):
+        list(read(tmp_path / "traces.jsonl", "verifiers", Options(), {}))
+
+
+def test_messages_in_very_many_completions_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARPSCOPE_BOUNDS", "0.001")
+    chain = [{"parent": i - 1 if i else None, "token_ids": [1]} for i in range(50)]
+    leaves = [{"parent": 49, "token_ids": [1]} for _ in range(50)]
+    write_lines(tmp_path / "traces.jsonl", [{"traces": [{"nodes": chain + leaves}]}])
+    with pytest.raises(UserError, match="more than 1,000 messages"):
+        list(read(tmp_path / "traces.jsonl", "verifiers", Options(), {}))
