@@ -180,3 +180,8 @@ def valid_text(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def visible(text: object) -> str:
+    """Text on one line with nothing that a terminal would obey: newline as ⏎, other control characters as �."""
+    return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in str(text))

@@ -27,7 +27,7 @@ from sharpscope.analysis.headline import largest_update
 from sharpscope.analysis.report import Page, page_of
 from sharpscope.analysis.sections import Marked, cell_text, is_text
 from sharpscope.analysis.study import Paths, last_step, nothing_found, quiet
-from sharpscope.analysis.text import printable, shown
+from sharpscope.analysis.text import csv_text, shown
 from sharpscope.analysis.token_view import of_step, token_view
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, Runs, load_runs, output_folder, write_atomic
@@ -97,11 +97,7 @@ def analyze(
         for name, table in content.tables.items():
             if len(table):
                 tables[name] = output_folder(folder / "tables") / f"{name}.csv"
-                clean = table.map(
-                    lambda value: printable(value, 10_000) if isinstance(value, str) else value
-                )
-                # `cat` shows it: no control character
-                write_atomic(tables[name], clean.to_csv(index=False))
+                write_atomic(tables[name], csv_text(table))
         tell("writing the page")
         svg = {name: saved[name][1].read_text(encoding="utf-8") for name in pictures}
         page = folder / "report.html"

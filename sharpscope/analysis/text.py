@@ -10,17 +10,14 @@ from typing import Any
 
 import pandas as pd
 
+from sharpscope.untrusted import visible
+
 _MARKUP = re.compile(
     r"([\\`*<>|~$&]"  # marks anywhere
     r"|(?<![^\W_])_|_(?![^\W_])"  # emphasis; an underscore inside a word is not
     r"|\](?=[(\[:])|^[\[#])"  # links, and marks at the start of a line; intervals stay readable
 )
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-
-
-def visible(text: object) -> str:
-    """Text on one line with nothing that a terminal would obey: newline as ⏎, other control characters as �."""
-    return "".join("⏎" if c == "\n" else c if c.isprintable() else "�" for c in str(text))
 
 
 def printable(text: object, limit: int = 160) -> str:
@@ -38,6 +35,22 @@ def shown(text: object) -> str:
         char for char in source if char not in "\n\t" and unicodedata.category(char) in _HIDDEN
     }
     return source.translate({ord(c): f"⟦{unicodedata.name(c, f'U+{ord(c):04X}')}⟧" for c in hidden})
+
+
+_NUMBER = re.compile(r"[-+−]?[\d.,]+(?:e[-+]?\d+)?(?: ± [\d.]+(?:e[-+]?\d+)?)?(?: ?%)?")
+
+
+def csv_text(table: pd.DataFrame) -> str:
+    """A table as CSV, in which `cat` shows no control character and a spreadsheet runs no cell."""
+    clean = table.map(lambda value: _cell(value) if isinstance(value, str) else value)
+    return clean.rename(columns=lambda name: _cell(str(name))).to_csv(index=False)
+
+
+def _cell(text: str) -> str:
+    """`printable` text, after an apostrophe where a spreadsheet would take it for a formula."""
+    clean = printable(text, 10_000)
+    formula = clean.lstrip().startswith(("=", "+", "-", "@")) and not _NUMBER.fullmatch(clean)
+    return f"'{clean}" if formula else clean
 
 
 def escape_markdown(text: object) -> str:

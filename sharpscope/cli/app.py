@@ -117,7 +117,7 @@ def _silence() -> None:
 
 def _one_line(message: Any, *_: Any, **__: Any) -> str:
     """A warning without the file and the line of source that it comes from."""
-    return f"warning: {' '.join(str(message).split())}\n"
+    return f"warning: {printable(' '.join(str(message).split()))}\n"
 
 
 def _version(value: bool) -> None:

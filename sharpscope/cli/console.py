@@ -22,9 +22,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else (" " if c in "\n\t" else "�") for c in text)
 
 
+def say(text: str, err: bool = False) -> None:
+    """Print lines, each as `printable` makes it, to standard output or standard error."""
+    typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
+
+
 def print_json(value: Any) -> None:
-    """Print a value as JSON; a number that is not finite is null, and NumPy's numbers are numbers."""
-    typer.echo(json_.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False))
+    """Print a value as JSON; a number that is not finite is null, and a control character is escaped."""
+    text = json_.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
+    typer.echo("".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text))
+
+
+def _escaped(character: str) -> str:
+    """A character as JSON's escape."""
+    return json_.dumps(character)[1:-1]
 
 
 def _plain(value: Any) -> Any:
@@ -68,7 +79,7 @@ def read_pairs(option: str, texts: Iterable[str], example: str) -> dict[str, str
 
 def tell(text: str) -> None:
     """Print a line on what is done."""
-    typer.echo(f"  {printable(text)}", err=True)
+    say(f"  {text}", err=True)
 
 
 METHODS = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."

@@ -5,10 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Runs, printable, read_pairs, split, tell
+from sharpscope.cli.console import (
+    Runs,
+    read_pairs,
+    say,
+    split,
+    tell,
+)
 
 
 def export(
@@ -49,7 +54,7 @@ def export(
         named = [item for path in runs for item in load_runs(path).by_name.items()]
         written, skipped = reduce_runs(named, out, tell=lambda name: tell(f"reducing {name}"))
         for line in skipped:
-            typer.echo(f"  skipped: {printable(line)}")
+            say(f"  skipped: {line}")
         files = [file for folder in written for file in folder.rglob("*") if file.is_file()]
         _tell("1 run reduced" if len(written) == 1 else f"{len(written)} runs reduced", files, out)
     else:
@@ -57,20 +62,18 @@ def export(
         for name, count in loggers.export(
             paths, to, out, project=project, online=online, follow=follow
         ).items():
-            typer.echo(f"{name}: {count} values")
+            say(f"{name}: {count} values")
         view = (
             f"tensorboard --logdir {out}"
             if to == "tensorboard"
             else f"wandb sync {out}/wandb/offline-run-*"
         )
-        typer.echo(
-            f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}."
-        )
+        say(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
 
 
 def _tell(what: str, files: list[Path], out: Path) -> None:
     size = sum(file.stat().st_size for file in files) / 1e6
-    typer.echo(f"{what}, {size:.1f} MB. Written: {out}/ (try: sharpscope analyze {out})")
+    say(f"{what}, {size:.1f} MB. Written: {out}/ (try: sharpscope analyze {out})")
 
 
 def import_(
@@ -111,8 +114,8 @@ def import_(
     options = Options(method, task, seed, tokenizer, temperature, pairs)
     counts = import_files(kind, source, folder, options)
     made = f"{counts['steps']} steps, {counts['rollouts']} completions, {counts['tokens']} tokens"
-    typer.echo(f"{made}. Written: {folder}/")
-    typer.echo(f"Next: {next_command(folder)}")
+    say(f"{made}. Written: {folder}/")
+    say(f"Next: {next_command(folder)}")
 
 
 def next_command(folder: Path) -> str:

@@ -16,6 +16,7 @@ from sharpscope.cli.console import (
     Task,
     check_names,
     print_sections,
+    say,
     split,
     tell,
 )
@@ -100,9 +101,7 @@ def fork(
         else:
             _without(run, step, without_tokens, next(iter(arms), None), **given)
     except KeyboardInterrupt:
-        typer.echo(
-            "interrupted: what was measured is kept; repeat the command to continue", err=True
-        )
+        say("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
 
 
@@ -115,7 +114,7 @@ def _methods(run: Path | None, **given: Any) -> None:
     rows = forked.forks
     differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
     print_sections(fork_sections(differences, most=1))
-    typer.echo(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
+    say(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 
 
 def _without(
@@ -138,7 +137,7 @@ def _without(
         )
     forked, name = without_tokens(run, step, int(count), **given)
     print_sections(without_sections(forked, name))
-    typer.echo(f"Written: {forked.path}/traces/forks (fork {name})")
+    say(f"Written: {forked.path}/traces/forks (fork {name})")
 
 
 def rotate(
@@ -189,7 +188,7 @@ def rotate(
     )
     print_sections(_sections(rotations))
     files = rotations.save(out, plot)
-    typer.echo(f"Written: {out}/ ({', '.join(path.name for path in files)})")
+    say(f"Written: {out}/ ({', '.join(path.name for path in files)})")
 
 
 def _sections(rotations: Rotations) -> list[Section]:

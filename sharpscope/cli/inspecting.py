@@ -14,8 +14,8 @@ from sharpscope.cli.console import (
     Runs,
     print_json,
     print_sections,
-    printable,
     read_pairs,
+    say,
     tell,
 )
 
@@ -47,7 +47,7 @@ def show(
         from sharpscope.analysis.card import write_card
         from sharpscope.traces import load_run
 
-        typer.echo(f"Written: {write_card(load_run(runs[0]), card)}")
+        say(f"Written: {write_card(load_run(runs[0]), card)}")
         return
     if not watch:
         print_sections(analysis.path_sections(runs), json)
@@ -57,7 +57,7 @@ def show(
     try:
         analysis.watch(runs[0], Console())
     except KeyboardInterrupt:
-        typer.echo("stopped watching; the run continues")
+        say("stopped watching; the run continues")
 
 
 def plot(
@@ -161,9 +161,7 @@ def analyze(
     size = written.page.stat().st_size / 2**20
     drawn = f"{len(written.figures)} figures and " if written.figures else ""
     counts = f"{drawn}{len(written.tables)} tables"
-    typer.echo(
-        f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)"
-    )
+    say(f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)")
     if open_:
         typer.launch(written.page.resolve().as_uri())
 
@@ -197,7 +195,7 @@ def diagnose(
         text = found.text() + "".join(
             f"\nLayers at step {step}: {seen}" for step, seen in layers.items()
         )
-        typer.echo("\n".join(printable(line) for line in text.split("\n")))
+        say(text)
 
 
 def _layers(found: Diagnosis) -> dict[int, str]:

@@ -7,10 +7,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
-import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, check_names, print_json, print_sections, printable, split
+from sharpscope.cli.console import (
+    Json,
+    check_names,
+    print_json,
+    print_sections,
+    say,
+    split,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -209,10 +215,10 @@ def _replay(
             if one.attributed
             else "norms (not every token has a loss_coef, so no shares)"
         )
-        typer.echo(
+        say(
             f"step {one.step}: {shares} of {one.tokens} tokens; |ln π − recorded| {one.logp_gap:.2g} nats"
         )
-    typer.echo(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
+    say(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 
 
 def _report(found: Found, out: Path, json: bool) -> None:
@@ -233,7 +239,7 @@ def _report(found: Found, out: Path, json: bool) -> None:
         pd.concat(tables, ignore_index=True).to_parquet(aside, index=False)
         aside.replace(out / "probes.parquet")
         for problem in problems(measured.estimates):
-            typer.echo(f"  not reliable: {printable(f'{label}: {problem}')}", err=True)
+            say(f"  not reliable: {label}: {problem}", err=True)
     if tables:
         estimates = pd.concat(tables, ignore_index=True)
         said = sentences(estimates)
@@ -241,11 +247,9 @@ def _report(found: Found, out: Path, json: bool) -> None:
             records = estimates.replace({pd.NA: None}).to_dict("records")
             print_json({"sentences": said, "rows": records, "written": str(out)})
         else:
-            typer.echo("\n".join(map(printable, said)))
+            say("\n".join(said))
             print_sections([Section("", _table(estimates))])
-    typer.echo(
-        f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json
-    )
+    say(f"written to {out}/: {', '.join(sorted(path.name for path in out.iterdir()))}", err=json)
 
 
 def sentences(estimates: pd.DataFrame) -> list[str]:

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import METHODS, Model, Set, Task, print_sections, split, tell
+from sharpscope.cli.console import (
+    METHODS,
+    Model,
+    Set,
+    Task,
+    print_sections,
+    say,
+    split,
+    tell,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,17 +58,15 @@ def demo(
         "recording.rotation_every": max(1, steps // 5),
     }
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
-        typer.echo(
-            f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people"
-        )
+        say(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
         values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs" / method)}
         outcome = train(build_config(values=values | sizes), Display(Console(stderr=True)))
         if outcome.status != "finished":
-            typer.echo(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
+            say(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
             raise typer.Exit(130 if outcome.status == "interrupted" else 1)
     written = analyze([out / "runs"], out / "report", on_progress=tell)
     Console().print(show_headline([out / "runs"]))
-    typer.echo(
+    say(
         f"\nOpen the report:  {written.page}\n"
         f"This run:         sharpscope show {out}/runs/grpo-sg\n"
         "A real model:     sharpscope run --model path/or/hub-id --task dataset --set task.path=questions.jsonl\n"
@@ -213,9 +220,12 @@ def evaluate(
     if out is not None:
         import pandas as pd
 
+        from sharpscope.analysis.text import csv_text
+        from sharpscope.traces import write_atomic
+
         out.mkdir(parents=True, exist_ok=True)
-        pd.DataFrame(rows).to_csv(out / "eval.csv", index=False)
-        typer.echo(f"Written: {out}/eval.csv")
+        write_atomic(out / "eval.csv", csv_text(pd.DataFrame(rows)))
+        say(f"Written: {out}/eval.csv")
 
 
 def _table(rows: list[dict[str, Any]], pass_at: Sequence[int]) -> pd.DataFrame:
@@ -279,22 +289,18 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
             if config.policy.model.startswith("embedded:")
             else "pretrained models"
         )
-        typer.echo(
-            f"learning rate {config.optimizer.lr:g}, the default for {kind} (--lr sets another)"
-        )
+        say(f"learning rate {config.optimizer.lr:g}, the default for {kind} (--lr sets another)")
     outcome = train(config, None if quiet else Display(Console(stderr=True)), resume=resume)
     if not distributed.is_rank_zero():
         return
     for text in outcome.notes:
-        typer.echo(f"note:   {text}")
+        say(f"note:   {text}")
     count = f"{outcome.steps_done} step{'' if outcome.steps_done == 1 else 's'}"
     files = f"{outcome.run_dir}/ (run.json, traces/, checkpoints/)"
-    typer.echo(f"{outcome.status}: {count}, {outcome.reason}. Written: {files}")
+    say(f"{outcome.status}: {count}, {outcome.reason}. Written: {files}")
     if outcome.status == "interrupted":
-        typer.echo(f"resume: sharpscope run --resume {outcome.run_dir}")
-    typer.echo(
-        f"view:   sharpscope show {outcome.run_dir}   |   sharpscope analyze {outcome.run_dir}"
-    )
+        say(f"resume: sharpscope run --resume {outcome.run_dir}")
+    say(f"view:   sharpscope show {outcome.run_dir}   |   sharpscope analyze {outcome.run_dir}")
     if outcome.status != "finished":
         raise typer.Exit(130 if outcome.status == "interrupted" else 1)
 
@@ -306,8 +312,8 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
 
     if dry_run:
         for run in runs:
-            typer.echo(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
-        typer.echo(f"{len(runs)} runs, {sum(run.status != 'finished' for run in runs)} to do")
+            say(f"  {run.run_dir}  {run.config.steps} steps  {run.status}")
+        say(f"{len(runs)} runs, {sum(run.status != 'finished' for run in runs)} to do")
         return
     fixed = runs[0].config.threads
     threads = fixed or max(
@@ -315,15 +321,13 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
     )
     ended = execute(runs, workers=workers, threads=threads, tell=tell)
     folder, counts = runs[0].run_dir.parent, Counter(ending for ending, _ in ended.values())
-    typer.echo(
-        f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/"
-    )
+    say(f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/")
     for run, (ending, reason) in ended.items():
         if reason:
-            typer.echo(f"{ending}: {run.name}: {reason}")
+            say(f"{ending}: {run.name}: {reason}")
         if run.status == "failed":
-            typer.echo(f"        to go on with it: sharpscope run --resume {run.run_dir}")
-    typer.echo(f"view:   sharpscope analyze {folder}")
+            say(f"        to go on with it: sharpscope run --resume {run.run_dir}")
+    say(f"view:   sharpscope analyze {folder}")
     if counts["finished"] + counts["already finished"] < len(runs):
-        typer.echo("Repeat the command for runs that are interrupted, or whose mistake is mended.")
+        say("Repeat the command for runs that are interrupted, or whose mistake is mended.")
         raise typer.Exit(130 if counts["interrupted"] and not counts["failed"] else 1)

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, Runs, print_json, print_sections, printable
+from sharpscope.cli.console import (
+    Json,
+    Runs,
+    print_json,
+    print_sections,
+    say,
+)
 
 if TYPE_CHECKING:
     from sharpscope.analysis.study import Study
@@ -87,8 +93,8 @@ def declare(
 
     what, changed = freeze(file, declared_rules(_terms(file), _radius(file, declaring=True)), why)
     for line in changed:
-        typer.echo(f"  {printable(line)}")
-    typer.echo(f"{file}: {what}. Written: {declaration_file(file)}")
+        say(f"  {line}")
+    say(f"{file}: {what}. Written: {declaration_file(file)}")
 
 
 @study.command()
@@ -122,7 +128,7 @@ def claims(
         declared = quote(
             file, declared_rules(laid_out.terms, _radius(file)), laid_out.runs.values()
         )
-        typer.echo(printable(declared), err=json)
+        say(declared, err=json)
     verdicts, checks = judge(laid_out, names)
     if json:
         found = [verdict.to_dict() for verdict in verdicts]
@@ -132,16 +138,12 @@ def claims(
     else:
         for verdict in (v for one in verdicts for v in one.versions):
             lines = [verdict.line(), *(f"  {line}" for line in verdict.details() if details)]
-            typer.echo("\n".join(printable(line) for line in lines))
+            say("\n".join(lines))
         if checks:
-            typer.echo(
-                "\n".join(
-                    ["checks of the recording:", *(printable(check.line()) for check in checks)]
-                )
-            )
+            say("\n".join(["checks of the recording:", *(check.line() for check in checks)]))
     if out is not None:
         files = write_claims(verdicts, out, checks, declared)
-        typer.echo(f"{len(files)} files. Written: {out}/ (open {files[1]})", err=json)
+        say(f"{len(files)} files. Written: {out}/ (open {files[1]})", err=json)
 
 
 def _terms(

@@ -98,11 +98,13 @@ class Rotations:
     def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
         """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""
         from sharpscope.analysis.plots import save, weight_functions
+        from sharpscope.analysis.text import csv_text
+        from sharpscope.traces import write_atomic
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         table, record = folder / "rotation.csv", folder / "rotation.json"
-        self.table.to_csv(table, index=False)
+        write_atomic(table, csv_text(self.table))
         noise = None if math.isnan(self.noise) else self.noise
         content = {"batch": dict(self.batch), "noise_rotation": noise}
         record.write_text(

@@ -14,6 +14,7 @@ import pandas as pd
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import TABLES, Run, load_run
+from sharpscope.untrusted import visible
 
 
 def export(
@@ -92,9 +93,8 @@ def scalars(run: Run) -> dict[int, dict[str, float]]:
             else [n for n in numbers if n not in TABLES[table].key]
         )
         for row in getattr(run, table).to_dict("records"):
-            label = "/".join(
-                part for part in pattern.format(**row).split("/") if part not in ("", "None")
-            )
+            named = visible(pattern.format(**row))
+            label = "/".join(part for part in named.split("/") if part not in ("", "None"))
             label += "" if pd.isna(row.get("rho")) else f"/rho{row['rho']:g}"
             for name in names if row.get("quantity") != "density" else ():
                 if pd.notna(row[name]) and math.isfinite(row[name]):

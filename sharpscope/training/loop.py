@@ -45,6 +45,7 @@ from sharpscope.training.learner import (
     set_learning_rate,
 )
 from sharpscope.training.rollouts import DataOrder, draw_rollouts, split_examples
+from sharpscope.untrusted import visible
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -107,7 +108,7 @@ class Display:
         if event.rule not in self._fired:
             self._fired.add(event.rule)
             color = {"error": "red", "warning": "yellow"}.get(event.severity, "cyan")
-            said = f"{event.value:.3g}: {escape(event.message)}"
+            said = f"{event.value:.3g}: {escape(visible(event.message))}"
             self.console.print(f"[{color}]step {event.step}: {escape(event.rule)}[/] {said}")
 
     def stop(self) -> None:
@@ -115,7 +116,7 @@ class Display:
         self._progress.stop()
 
     def _print(self, line: str) -> None:
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
         self._printed = time.monotonic()
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from sharpscope.analysis.text import csv_text
 from sharpscope.cli import main
+from sharpscope.cli.console import print_json
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.sweeps import run_name
@@ -113,6 +115,9 @@ def harmless(text: str) -> None:
         (["show", "run", "run"], []),
         (["tokens", "run", "--step", "2"], ["[bold red]M[/bold red]"]),
         (["tokens", "run", "--spikes"], ["[bold red]M[/bold red]"]),
+        (["show", "run", "--json"], ["[bold red]M[/bold red]"]),
+        (["tokens", "run", "--step", "2", "--json"], ["[bold red]M[/bold red]"]),
+        (["export", "run", "--to", "reduced", "--out", "../reduced"], []),
     ],
 )
 def test_a_terminal_shows_it_and_obeys_nothing(hostile_run, monkeypatch, arguments, shown):
@@ -138,6 +143,36 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.found.append((tag, dict(attrs)))
+
+
+def test_json_escapes_what_a_terminal_would_obey_and_reads_back_equal(capsys):
+    value = {f"a{HOSTILE}": [HOSTILE, "\x9b31m\u202e\u2028\ud800\U000e0001 é 漢"]}
+    print_json(value)
+    text = capsys.readouterr().out
+    harmless(text)
+    assert json.loads(text) == value and "é 漢" in text
+
+
+def test_a_warning_and_an_error_show_no_control_character(tmp_path, capsys):
+    (tmp_path / TERMINAL.replace("/", "").replace("\0", "")).mkdir()
+    (run,) = tmp_path.iterdir()
+    (run / "run.json").write_text("{")
+    for arguments in (["show", str(run)], ["analyze", str(tmp_path), "--out", str(tmp_path)]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        told = capsys.readouterr()
+        assert "damaged" in told.err
+        harmless(told.err + told.out)
+
+
+def test_a_spreadsheet_runs_no_cell_and_numbers_stay_numbers():
+    formulas = ["=1+1", "+cmd|' /C calc'!A0", "-1+cmd|' /C calc'!A0", "@SUM(A1)", "-x", " =1"]
+    harmless_cells = ["-0.5", "+3.2e-5", "-0.5 ± 0.1", "−1.5 %", "a=1", "-1,234.5"]
+    table = pd.DataFrame({"=name": formulas + harmless_cells, "n": range(12)})
+    read = pd.read_csv(io.StringIO(csv_text(table)), dtype=str)
+    assert list(read) == ["'=name", "n"]
+    assert all(cell.startswith("'") for cell in read["'=name"][:6])
+    assert read["'=name"][6:].tolist() == harmless_cells
 
 
 def test_reports_hold_it_escaped_and_files_have_plain_names(hostile_run, tmp_path):
