@@ -87,7 +87,7 @@ def plot(
     if list_:
         for one in PLOTS.values():
             lines = textwrap.wrap(one.says, 79 - 22)
-            typer.echo(f"{one.name:<21} " + f"\n{'':<22}".join(lines))
+            say(f"{one.name:<21} " + f"\n{'':<22}".join(lines))
         return
     if not sources or len(sources) < 2:
         raise UserError("plot: give runs and a figure's name; `sharpscope plot --list` lists them")
@@ -95,7 +95,7 @@ def plot(
     choices = read_pairs("--choose", choose or [], "column=weight")
     drawn = plot_named(name)(list(paths), style=style, width=width, **choices)
     written = drawn.save(out or Path(f"{name}.png"))
-    typer.echo("Written: " + ", ".join(map(str, written)))
+    say("Written: " + ", ".join(map(str, written)))
 
 
 def tokens(
