@@ -59,6 +59,8 @@ SMALLER = {  # what the lines name -> what the test has, or does less of
     r"--step (37|40)": "--step 2",
     r"top:12": "top:2",
     r"--step 10": "--step 8",
+    r"--from 20 --to 40": "--from 1 --to 2",
+    r"--without prompt:3": "--without prompt:0",
     r"(?<!--out )runs/sums": "runs/first",
     r"--steps \d+": "--steps 1",
     r"--seeds [\d,]+": "--seeds 0",
@@ -235,7 +237,7 @@ def test_the_commands_of_a_page_run(page, folder, monkeypatch):
             )
         if "--rollouts" in words:  # of another policy than the one at hand
             more = [*more, "--force"]
-        if words[1] == "fork" and "--without-tokens" not in words:
+        if words[1] == "fork" and not {"--without", "--without-tokens"} & set(words):
             more = [*more, "--batches", "1"]
         if "--out" in words:  # of the page's earlier command, or of the files
             shutil.rmtree(words[words.index("--out") + 1], ignore_errors=True)

@@ -194,7 +194,7 @@ def fork_sections(
     return sections
 
 
-# -- What a step does with and without its leading tokens: `sharpscope fork RUN --step N --without-tokens top:K`
+# -- What a step does with and without some tokens: `sharpscope fork RUN --step N --without top:K`
 
 OUTCOMES = {
     "accuracy_greedy": "held-out accuracy, greedy",
@@ -210,6 +210,11 @@ OUTCOMES = {
 LAYERS = {"layer_gradient:": "Gradient norm by layer", "layer_update:": "Update norm by layer"}
 LARGEST = 4
 """Groups of parameters that are shown, those whose gradient the leading tokens changed most."""
+UNKNOWN = "–"
+PREDICTED = (
+    "Changes against the step with all tokens, in percent of what the step changes; ± is the standard error over parts of the prompts. "
+    "kl, entropy: of the step's own completions; heldout, sharpness: expected failure on fixed held-out completions, and its SAM rise."
+)
 MOST = 0.5
 """Share of the gradient's norm, or of the step's KL, from which most of it is said to be gone without the tokens."""
 
@@ -245,12 +250,18 @@ def without_sections(run: Run, name: str) -> list[Section]:
     for arm in values:
         table[arm] = [cell(outcome, arm) for outcome in shown]  # type: ignore[arg-type]
     note = "± is the standard error of the change over the prompts, for these completions."
-    top, step = int(settings["top"]), int(settings["step"])
+    step, to = int(settings["step"]), settings["to"]
+    where = f"step {step}" if to is None or to == step else f"steps {step} to {to}"
+    predictions = predictions_table(pd.DataFrame(settings["predictions"]))
+    said = prediction_sentences(predictions)
+    if len(arms) == 3 and arms[2].endswith(" others"):
+        said.append(tokens_verdict(values, arms, int(settings["sets"][0].partition(":")[2])))
     parts = [
         Section(
-            f"{run.name}, step {step}: with and without its {top} leading tokens",
-            tokens_verdict(values, arms, top),
+            f"{run.name}, {where}: with all tokens, and without {', '.join(settings['sets'])}",
+            " ".join(said),
         ),
+        Section("Predicted and measured", predictions, PREDICTED),
         Section("", table, note),
     ]
     for prefix, title in LAYERS.items():
@@ -269,16 +280,56 @@ def without_sections(run: Run, name: str) -> list[Section]:
     known = run.tokens(
         steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"]
     )
+    if not settings["tokens"]:
+        return parts
     tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
+    share = settings["by"] == "share"
     cells = (
         tokens[["rollout", "position"]]
         .astype(str)
-        .assign(share=[percent(s, 1, sign=True) for s in tokens["share"]])
+        .assign(
+            **{
+                "share of ‖∇L‖²" if share else f"effect on {settings['on']}": [
+                    percent(s, 1, sign=True) if share else number(s) for s in tokens["score"]
+                ]
+            }
+        )
     )
     if len(known) and tokens["logp"].notna().all():  # their text is in the trace
         cells["token"] = sentences(run, step, tokens)  # type: ignore[assignment]
         cells["π"] = np.exp(tokens["logp"]).map(number)
     return [*parts, Section("The leading tokens", cells)]
+
+
+def prediction_sentences(predictions: pd.DataFrame) -> list[str]:
+    """A sentence for each arm: predicted and measured change of the step's KL."""
+    said = []
+    of_kl = predictions[predictions["outcome"] == "kl"]
+    for arm, predicted, measured in of_kl[["tokens", "predicted", "measured"]].to_numpy():
+        before = "" if predicted == UNKNOWN else f"predicted {predicted}, "
+        said.append(f"The step's KL {arm}: {before}measured {measured}.")
+    return said
+
+
+def predictions_table(predictions: pd.DataFrame) -> pd.DataFrame:
+    """Predicted and measured change of each outcome by each arm, in percent of the change by the step."""
+    found = predictions.reindex(
+        columns=["arm", "outcome", "step_change", "predicted", "measured", "std_error"]
+    )
+    scale = found["step_change"].abs()
+    predicted, measured, error = (
+        found[name].astype(float) / scale for name in ("predicted", "measured", "std_error")
+    )
+    noise = error.map(lambda value: f" ± {100 * value:.0f}", na_action="ignore").fillna("")
+    return pd.DataFrame(
+        {
+            "tokens": found["arm"],
+            "outcome": found["outcome"],
+            "change by the step": found["step_change"].map(number),
+            "predicted": [percent(x, sign=True) if pd.notna(x) else UNKNOWN for x in predicted],
+            "measured": measured.map(lambda value: percent(value, sign=True)) + noise,
+        }
+    )
 
 
 def tokens_verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:

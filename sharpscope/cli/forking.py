@@ -41,10 +41,23 @@ def fork(
         list[str] | None, Option(help="50 or step-000050; 0: the start. Repeatable.")
     ] = None,
     step: Annotated[
-        int | None, Option(min=1, help="Step that --without-tokens makes again.")
+        int | None, Option("--step", "--from", min=1, help="Step that --without makes again.")
     ] = None,
-    without_tokens: Annotated[
-        str | None, Option(help="top:K: --step with and without its K leading tokens.")
+    to: Annotated[
+        int | None, Option(min=1, help="Make all steps from --from to this one again.")
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        Option(
+            "--without",
+            "--without-tokens",
+            help="top:K, prompt:I, completion:I or file:PATH: --step with and without these tokens. Repeatable.",
+        ),
+    ] = None,
+    by: Annotated[str | None, Option(help="Ranking of top:K: effect (the default), share.")] = None,
+    on: Annotated[
+        str | None,
+        Option(help="Outcome of the effect: kl (the default), entropy, heldout, sharpness."),
     ] = None,
     methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
     batches: Annotated[
@@ -71,7 +84,8 @@ def fork(
     Examples:
       sharpscope fork --model embedded:knights_knaves --methods grpo,grpo-sg,ar --batches 10
       sharpscope fork runs/first --checkpoint 0 --checkpoint 50 --methods grpo,strong=grpo-sg+weight.U=4
-      sharpscope fork runs/first --step 40 --without-tokens top:12
+      sharpscope fork runs/first --step 40 --without top:12 --by effect --on sharpness
+      sharpscope fork runs/first --from 20 --to 40 --without prompt:3
     """
     from sharpscope.config import ForkSpec
     from sharpscope.settings import parse_overrides
@@ -96,10 +110,12 @@ def fork(
         if value
     }
     try:
-        if without_tokens is None and step is None:
+        if not without and step is None:
             _methods(run, **given | arms)
         else:
-            _without(run, step, without_tokens, next(iter(arms), None), **given)
+            chosen = {"by": by, "on": on, "to": to}
+            given |= {name: value for name, value in chosen.items() if value is not None}
+            _without(run, step, without or [], next(iter(arms), None), **given)
     except KeyboardInterrupt:
         say("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
@@ -118,24 +134,22 @@ def _methods(run: Path | None, **given: Any) -> None:
 
 
 def _without(
-    run: Path | None, step: int | None, tokens: str | None, extra: str | None, **given: Any
+    run: Path | None, step: int | None, sets: list[str], extra: str | None, **given: Any
 ) -> None:
-    """Make a step with and without its leading tokens, and print what each does."""
+    """Make a step, or several, with and without some tokens, and print what each does."""
     from sharpscope.analysis.forks import without_sections
     from sharpscope.errors import UserError
     from sharpscope.forks.without import without_tokens
 
-    kind, _, count = (tokens or "").partition(":")
-    if run is None or step is None or kind != "top" or not count.isdecimal() or not int(count):
-        example = "fork RUN --step 40 --without-tokens top:12"
+    if run is None or step is None or not sets:
         raise UserError(
-            f"--without-tokens {tokens}: needs a run, --step and a number, as in {example}"
+            f"--without {' '.join(sets)}: needs a run, --step and tokens, as in fork RUN --step 40 --without top:12"
         )
     if extra is not None:
         raise UserError(
-            f"--{extra}: does not go with --without-tokens, which makes one step of the run as it was"
+            f"--{extra}: does not go with --without, which makes steps of the run as they were"
         )
-    forked, name = without_tokens(run, step, int(count), **given)
+    forked, name = without_tokens(run, step, sets, **given)
     print_sections(without_sections(forked, name))
     say(f"Written: {forked.path}/traces/forks (fork {name})")
 

@@ -325,17 +325,28 @@ class Start:
 
     def advance(self, steps: int, tell: Tell) -> None:
         """Make so many steps of the first method, as its run made them; the state is then the one after them."""
+        learner, order = self.make_steps(steps, tell)
+        self.step, self._cursor = self.step + steps, order.cursor
+        self._state = dict(vars(learner.state))
+        self.__dict__.pop("snapshot", None)
+
+    def make_steps(
+        self,
+        steps: int,
+        tell: Tell,
+        without: Callable[[int, Rollouts], Tensor | None] | None = None,
+    ) -> tuple[Learner, DataOrder]:
+        """Make so many steps of the first method from the present weights, each `without` the tokens of a step and its rollouts."""
         method, order = next(iter(self.methods.values())), self.order(0)
         learner = self.learner(method)
         for number in range(steps):
             seed_step = self.step + 1 + number
             drawn = self._draw(method, order, self.config.seed, seed_step)
-            self._make(learner, method, drawn, seed_step, number)
+            left_out = None if without is None else without(seed_step, drawn.rollouts)
+            self._make(learner, method, drawn, seed_step, number, without=left_out)
             self._made.clear()
             tell(f"step {seed_step} made again, {steps - 1 - number} to go")
-        self.step, self._cursor = self.step + steps, order.cursor
-        self._state = dict(vars(learner.state))
-        self.__dict__.pop("snapshot", None)
+        return learner, order
 
     def update(
         self,

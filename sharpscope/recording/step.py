@@ -18,6 +18,7 @@ from sharpscope.methods.plan import StepTensors
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.directions import Rotation
 from sharpscope.tasks import Example, Reward
+from sharpscope.tokens import Clip
 
 
 @dataclass(frozen=True)
@@ -234,6 +235,8 @@ class PendingUpdate:
     first_use: Tensor  # (n, T) bool, on the CPU: loss tokens that this update is the first of the step to use
     loss_coef: Tensor  # (n, T), ∂L/∂log π_t
     grad_norm: float
+    # how the gradient will be clipped; None: the optimizer gets another gradient, or it is not known
+    clips: tuple[Clip, ...] | None = None
 
 
 def step_tensors(

@@ -37,6 +37,7 @@ from sharpscope.recording.step import (
     step_tensors,
 )
 from sharpscope.seeds import generator
+from sharpscope.tokens import Clip
 from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates, placed
 
 if TYPE_CHECKING:
@@ -123,6 +124,22 @@ class Learner:
             {kind: average for kind, (_, average) in by_type.items()},
         )
 
+    def clips(self, method: Method, progress: float) -> tuple[Clip, ...] | None:
+        """The clips of the gradient in `.grad`, in their order; None if the method replaces the gradient (SAM)."""
+        if method.sharpness is not None:
+            return None
+        clips: list[Clip] = []
+        if method.module_clip is not None:
+            high = number(method.at(progress).module_clip)
+            for kind, average in self.state.norms.items():
+                places = (
+                    i for i, p in enumerate(self.parameters) if self._module_types[id(p)] == kind
+                )
+                clips.append(Clip(limit=high * average, parameters=tuple(places), slack=0.0))
+        if self.max_grad_norm is not None:
+            clips.append(Clip(limit=self.max_grad_norm))
+        return tuple(clips)
+
     def view(self) -> ModelView:
         """The present model, gradients and optimizer for probes; of a sharded model a gathered copy, made by every process."""
         model = self.scorer.model
@@ -189,8 +206,11 @@ class Learner:
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
                     first_use = tokens.update[rows] == index
+                    clips = self.clips(method, progress)
                     before_step(
-                        PendingUpdate(index, rows, first_use, gradient.tokens.coef, gradient.norm)
+                        PendingUpdate(
+                            index, rows, first_use, gradient.tokens.coef, gradient.norm, clips
+                        )
                     )
                 updates.append(work.apply(gradient))
         except NonFiniteError as error:  # a token weight

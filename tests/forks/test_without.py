@@ -19,7 +19,7 @@ from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import start as start_module
-from sharpscope.forks.without import ALL, run_step, trainer_step, without_tokens
+from sharpscope.forks.without import ALL, TokenSet, run_step, trainer_step, without_tokens
 from sharpscope.training import loop, train
 from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
@@ -121,7 +121,7 @@ def test_without_tokens_the_gradient_is_that_of_the_other_coefficients(spiked):
     for one, other in zip(gradients[0], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     with pytest.raises(UserError, match="top:5000"):
-        own.leading(5000)
+        TokenSet.parse("top:5000").chosen(STEP, own.rollouts, torch.ones(left_out.shape))
 
 
 def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactual(spiked, capsys):
@@ -132,7 +132,7 @@ def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactua
     by_layer = layer_tokens(run, STEP)
     assert tuple(by_layer.loc[0, ["rollout", "position"]]) == PLANTED
     assert all(by_layer[name].idxmax() == 0 for name in by_layer.columns[4:])
-    forked, name = without_tokens(spiked.run_dir, STEP, 2, **SMALL)
+    forked, name = without_tokens(spiked.run_dir, STEP, ["top:2"], by="share", **SMALL)
     leading = forked.info["forks"][name]["tokens"][0]
     assert (leading["rollout"], leading["position"]) == PLANTED
     rows = forked.forks[forked.forks["fork"] == name].set_index(["outcome", "arm"])
@@ -230,7 +230,7 @@ def test_the_command_takes_a_checkpoint_of_another_trainer(trl_run, capsys):
     assert ended.value.code == 0 and "leading tokens" in capsys.readouterr().out
     bare = shutil.copytree(saved, folder / "bare", ignore=shutil.ignore_patterns("optimizer.pt"))
     with pytest.raises(UserError, match=r"has no optimizer\.pt"):
-        without_tokens(run.path, 2, 3, model=str(bare))
+        without_tokens(run.path, 2, ["top:3"], model=str(bare))
 
 
 def test_the_verdict_compares_the_step_without_the_tokens_and_without_random_ones():
@@ -241,3 +241,52 @@ def test_the_verdict_compares_the_step_without_the_tokens_and_without_random_one
         "the step's KL is 20 % larger (" in said and "the gradient's norm is 90 % smaller" in said
     )
     assert "optimizer's moments bound it" in said
+
+
+def test_effects_predict_what_leaving_tokens_out_does(spiked, tmp_path):
+    """Several sets from one state: predicted and measured changes of KL and entropy have one sign and size."""
+    listed = tmp_path / "tokens.csv"
+    listed.write_text("rollout,position\n2,0\n2,1\n3,0\n")
+    sets = ["top:3", "prompt:0", "completion:3", f"file:{listed}"]
+    forked, name = without_tokens(spiked.run_dir, STEP - 1, sets, on="entropy", **SMALL)
+    entry = forked.info["forks"][name]
+    table = pd.DataFrame(entry["predictions"]).set_index(["arm", "outcome"])
+    assert len(entry["tokens"]) == 3
+    arms = ["without top 3", "without 3 others", "without prompt 0", "without completion 3"]
+    assert set(table.index.get_level_values("arm")) == {*arms, f"without file:{listed}"}
+    kl = table.xs("kl", level="outcome")
+    assert (kl["step_change"] > 0).all()
+    small = table[(table["measured"] / table["step_change"]).abs() < 0.3]
+    small = small[small.index.get_level_values("outcome").isin(["kl", "entropy"])]
+    assert len(small) >= 4
+    off = (small["predicted"] - small["measured"]).abs() / small["step_change"].abs()
+    assert (off < 0.1).all(), pd.DataFrame({**small, "off": off}).to_string()
+
+
+def test_steps_are_made_again_without_a_prompt_in_each(spiked):
+    """With all of its tokens the run ends as it did; without a prompt elsewhere, and each step drew its own rollouts."""
+    forked, name = without_tokens(spiked.run_dir, 3, ["prompt:0"], to=5, **SMALL)
+    rows = forked.forks[forked.forks["fork"] == name].set_index(["outcome", "arm"])["value"]
+    assert rows["kl", ALL] > 0 and rows["kl", ALL] != rows["kl", "without prompt 0"]
+    own = run_step(spiked, spiked.run_dir, 3, ForkSpec(**SMALL, warm_up=0), lambda text: None, to=5)
+    own.update(None, None)
+    saved = load_file(checkpoint_dir(spiked.run_dir, 5) / "model.safetensors")
+    named = dict(own.scorer.model.named_parameters())
+    assert all(torch.equal(named[key], value) for key, value in saved.items() if key in named)
+
+
+@pytest.mark.parametrize(
+    ("sets", "options", "says"),
+    [
+        (["top:0"], {}, "--without top:0: give"),
+        (["all"], {}, "--without all: give"),
+        (["completion:9999"], {}, "completion 9999: step 4 has the numbers"),
+        (["top:2"], {"by": "size"}, "--by size: use effect or share"),
+        (["top:2"], {"on": "loss"}, "--on loss: use kl"),
+        (["top:2"], {"to": 5}, "not a ranking"),
+        (["prompt:0"], {"to": 2}, "must not be before"),
+    ],
+)
+def test_mistakes_in_sets_are_told(spiked, sets, options, says):
+    with pytest.raises(UserError, match=says):
+        without_tokens(spiked.run_dir, STEP, sets, **SMALL, **options)
