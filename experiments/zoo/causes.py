@@ -228,6 +228,7 @@ def ss_weight_decay(place: Place) -> None:
 
     values = {
         "seed": place.seed,
+        "out": str(place.folder / "run"),
         "steps": place.steps or 16,
         "task.kind": "math",
         "policy.model": "embedded:math",
@@ -240,7 +241,7 @@ def ss_weight_decay(place: Place) -> None:
         "probes.preset": "off",
         "threads": 1,
     }
-    train(build_config({}, values), place.folder / "run")
+    train(build_config(values=values))
 
 
 @cause("3 % of the rows are garbage", "OLMo 244", "bad_rows")

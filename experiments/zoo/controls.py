@@ -120,6 +120,7 @@ def healthy_tools(place: Place) -> None:
 
     values = {
         "seed": place.seed,
+        "out": str(place.folder / "run"),
         "steps": min(place.steps or 6, 6),
         "task.kind": "tool_qa",
         "policy.model": "embedded:tool_qa",
@@ -131,7 +132,7 @@ def healthy_tools(place: Place) -> None:
         "probes.preset": "off",
         "threads": 1,
     }
-    train(build_config({}, values), place.folder / "run")
+    train(build_config(values=values))
 
 
 @control("SFT in TRL")
