@@ -143,3 +143,39 @@ def sft_no_end(place: Place) -> None:
 @cause("max_length cuts most completions", "trl 2400, trl 4698", "rows_cut")
 def sft_cut(place: Place) -> None:
     trl_sft(place, max_length=28)
+
+
+@cause("the reference is another checkpoint than the start", "trl 3500", "reference_differs")
+def loop_other_reference(place: Place) -> None:
+    class Other(Loop):
+        beta = 0.05
+
+        def prepare(self) -> None:
+            super().prepare()
+            with torch.no_grad():
+                for weight in self.reference.parameters():
+                    weight += 0.02 * torch.randn_like(weight)
+
+    Other(place).run()
+
+
+@cause("one seed for all completions of a prompt", "", "equal_completions")
+def loop_same_seed(place: Place) -> None:
+    class Seeded(Loop):
+        def generate(self, ids: Tensor, attention: Tensor) -> Tensor:
+            each = ids[:: self.group], attention[:: self.group]
+            return super().generate(*each).repeat_interleave(self.group, 0)
+
+        def score(self, texts: list[str], rows: list[Row]) -> Tensor:
+            # a reward with a little noise, as judges have
+            return super().score(texts, rows) + 0.01 * torch.randn(len(rows))
+
+    Seeded(place).run()
+
+
+@cause("the learning rate stays 0", "pytorch_warmup 12", "zero_learning_rate")
+def loop_zero_lr(place: Place) -> None:
+    class Still(Loop):
+        lr = 0.0
+
+    Still(place).run()
