@@ -29,7 +29,10 @@ def train(name: str, folder: Path, seed: int, steps: int | None) -> None:
         return
     shutil.rmtree(folder, ignore_errors=True)
     started = time.process_time()
-    CASES[name].run(Place(folder=folder, seed=seed, steps=steps))
+    try:
+        CASES[name].run(Place(folder=folder, seed=seed, steps=steps))
+    except RuntimeError as error:  # weights that are not finite end a loop
+        (folder / "crash.txt").write_text(repr(error))
     shutil.rmtree(folder / "trainer", ignore_errors=True)
     seconds = time.process_time() - started
     (folder / DONE).write_text(f"{seconds:.1f}\n")
