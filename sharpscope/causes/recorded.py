@@ -1,0 +1,151 @@
+"""What the identities read: the tables of a run, or of the first steps of a training that goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.traces import Run
+
+MOST_STEPS = 40
+"""Steps of a long run whose tokens are read: the first half of them at the run's start, the others spread over the rest."""
+SUPERVISED = ("sft", "dpo")
+"""Methods of runs whose tokens no policy has drawn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Words:
+    """The special tokens of a run's tokenizer: ID -> text, and the IDs of its end token."""
+
+    special: Mapping[int, str] = field(default_factory=dict)
+    end: int | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Words:
+        """From tokenizer.json and tokenizer_config.json; nothing where they are missing."""
+        file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+        if not file.is_file() or not settings.is_file():
+            return cls()
+        added = json.loads(file.read_text("utf-8")).get("added_tokens", [])
+        special = {int(t["id"]): str(t["content"]) for t in added if t.get("special")}
+        config = json.loads(settings.read_text("utf-8"))
+        name = config.get("eos_token")
+        text = name.get("content") if isinstance(name, dict) else name
+        vocabulary = {content: index for index, content in special.items()}
+        return cls(special=special, end=vocabulary.get(str(text)))
+
+
+@dataclass(kw_only=True)
+class Recorded:
+    """Tables of a training, and what its run.json says."""
+
+    steps: pd.DataFrame
+    updates: pd.DataFrame
+    rollouts: pd.DataFrame
+    tokens: pd.DataFrame
+    uses: pd.DataFrame
+    events: pd.DataFrame
+    info: Mapping[str, Any]
+    words: Words = field(default_factory=Words)
+    path: str = "RUN"
+
+    @classmethod
+    def of(cls, run: Run) -> Recorded:
+        """The tables of a run; of a long one tokens of `MOST_STEPS` steps."""
+        steps = run.token_steps
+        if len(steps) > MOST_STEPS:
+            half = MOST_STEPS // 2
+            later = np.linspace(half, len(steps) - 1, MOST_STEPS - half).round().astype(int)
+            steps = [*steps[:half], *(steps[index] for index in later)]
+        tokens = run.tokens(steps=steps, columns=TOKEN_COLUMNS) if steps else pd.DataFrame()
+        return cls(
+            steps=run.steps,
+            updates=run.updates,
+            rollouts=run.rollouts,
+            tokens=tokens,
+            uses=run.uses,
+            events=run.events,
+            info=run.info,
+            words=Words.read(run.path / "tokenizer"),
+            path=str(run.path),
+        )
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the completions are given, not drawn."""
+        return self.info.get("method") in SUPERVISED
+
+    @property
+    def trainer(self) -> str:
+        """Whose words an advice uses: trl, loop, verl or sharpscope."""
+        name = str((self.info.get("trainer") or {}).get("name", ""))
+        if name.startswith("loop"):
+            return "loop"
+        if "verl" in name.lower():
+            return "verl"
+        return "trl" if name else "sharpscope"
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """The settings of a recorded trainer; empty for a loop."""
+        return (self.info.get("trainer") or {}).get("arguments") or {}
+
+    @property
+    def adam(self) -> bool:
+        """Whether the optimizer moves each weight by at most about its learning rate."""
+        name = str((self.info.get("trainer") or {}).get("name", ""))
+        return "Adam" in name or "adam" in str(self.arguments.get("optim", "" if name else "adam"))
+
+    @property
+    def weight_decay(self) -> float | None:
+        """The decoupled weight decay, where it is known."""
+        ours = (self.info.get("config") or {}).get("optimizer") or {}
+        value = self.arguments.get("weight_decay", ours.get("weight_decay"))
+        return None if value is None else float(value)
+
+    @cached_property
+    def drawn(self) -> pd.DataFrame:
+        """Tokens that a policy drew and an update used first, with `surprise` = −ln π − H [nats] and the row's group."""
+        empty = self.supervised or self.tokens.empty
+        tokens = self.tokens.iloc[:0] if empty else self.tokens
+        if tokens.empty:
+            return tokens
+        rows = self.rollouts[["step", "rollout", "group", "length", "truncated"]]
+        joined = tokens.merge(rows, on=["step", "rollout"], how="left")
+        joined["surprise"] = -joined["logp"] - joined["entropy"]
+        finite = np.isfinite(joined["surprise"].to_numpy(float))
+        return joined[finite].reset_index(drop=True)
+
+    @cached_property
+    def prefix(self) -> np.ndarray:
+        """Of each token in `drawn` a number that two tokens share if their step, group and completion so far are equal."""
+        tokens = self.drawn
+        order = tokens.sort_values(["step", "rollout", "position"], kind="stable").index
+        ids = tokens["token_id"].to_numpy(np.uint64)[order]
+        start = tokens["position"].to_numpy()[order] == 0
+        keys = np.zeros(len(order), dtype=np.uint64)
+        seed = (tokens["step"] * 100_003 + tokens["group"].fillna(-1)).to_numpy()[order]
+        value = np.uint64(0)
+        with np.errstate(over="ignore"):
+            for index, (token, first) in enumerate(zip(ids, start, strict=True)):
+                value = np.uint64(int(seed[index]) & 0xFFFFFFFF) if first else value
+                value = (value ^ token) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x7F4A7C15)
+                keys[index] = value
+        unordered = np.empty_like(keys)
+        unordered[order.to_numpy()] = keys
+        return unordered
+
+
+TOKEN_COLUMNS = (
+    *("step", "rollout", "position", "update", "token_id", "logp", "behavior_logp", "entropy"),
+    *("collision", "advantage", "ratio", "loss_coef", "kl_coef", "ref_logp", "attribution"),
+    "inclusion_probability",
+)
+"""Columns of the tokens table that identities read."""

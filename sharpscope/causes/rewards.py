@@ -1,0 +1,191 @@
+"""Identities of rewards and groups."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.causes.identity import Measured, first_step, identity
+from sharpscope.causes.recorded import Recorded
+
+FEWEST_ROWS = 48
+"""Completions below which rewards are not compared."""
+MOST_FEATURES = 150
+"""Tokens whose counts are compared with the reward, the most frequent."""
+
+
+def _scored(recorded: Recorded) -> pd.DataFrame:
+    """The rows with a reward column, drawn by a policy; none where no reward was recorded."""
+    rollouts = recorded.rollouts
+    if recorded.supervised or rollouts.empty or rollouts["reward"].isna().all():
+        return rollouts.iloc[:0]
+    return rollouts
+
+
+def _parts(rollouts: pd.DataFrame) -> pd.DataFrame:
+    """The rewards' components, a column each, by the rows' index."""
+    texts = rollouts["reward_parts"]
+    rows = [json.loads(t) if isinstance(t, str) else dict(t or {}) for t in texts]
+    return pd.DataFrame(rows, index=rollouts.index).astype(float)
+
+
+@identity
+def reward_finite(recorded: Recorded) -> Measured | None:
+    """Completions whose reward is not finite."""
+    rows = _scored(recorded)
+    if rows.empty:
+        return None
+    bad = rows[~np.isfinite(rows["reward"].astype(float))]
+    facts: dict[str, object] = {"step": first_step(bad)}
+    if len(bad):
+        first = bad.iloc[0]
+        parts = _parts(bad.iloc[:1]).iloc[0]
+        names = [str(name) for name, value in parts.items() if not np.isfinite(value)]
+        facts |= {
+            "rollout": int(first["rollout"]),
+            "reward": float(first["reward"]),
+            "prompt": str(first["prompt"]),
+            "parts": names,
+        }
+    return Measured(value=float(len(bad)), facts=facts)
+
+
+@identity
+def reward_varies(recorded: Recorded) -> Measured | None:
+    """1 where every completion of several steps has the same reward, though the completions differ."""
+    rows = _scored(recorded)
+    if len(rows) < FEWEST_ROWS or rows["step"].nunique() < 2:
+        return None
+    distinct = rows["completion"].nunique()
+    constant = rows["reward"].nunique(dropna=False) == 1 and distinct > 10
+    facts = {
+        "reward": float(rows["reward"].iloc[0]),
+        "distinct": distinct,
+        "count": len(rows),
+        "parts": [str(name) for name in _parts(rows).columns],
+        "step": first_step(rows),
+    }
+    return Measured(value=float(constant), facts=facts)
+
+
+@identity
+def prompt_scale(recorded: Recorded) -> Measured | None:
+    """The largest |A| of one prompt as a multiple of the median prompt's."""
+    rows = _scored(recorded)
+    known = rows[rows["advantage"].abs() > 0] if len(rows) else rows
+    largest = known.assign(size=known["advantage"].abs()).groupby("prompt")["size"].max()
+    if len(largest) < 6:
+        return None
+    worst = str(largest.idxmax())
+    carried = known[known["prompt"] == worst]
+    facts = {
+        "prompt": worst,
+        "steps": [int(step) for step in carried["step"].unique()],
+        "step": first_step(carried),
+        "reward": float(carried["reward"].abs().max()),
+        "usual": float(known.loc[known["prompt"] != worst, "reward"].abs().max()),
+    }
+    return Measured(value=float(largest.max() / largest.drop(worst).median()), facts=facts)
+
+
+def _within(values: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+    """Values minus their group's mean."""
+    return values - values.groupby([rows["step"], rows["group"]]).transform("mean")
+
+
+def _correlations(features: pd.DataFrame, target: pd.Series) -> pd.Series:
+    """Correlation of each centered column with a centered target; 0 for a constant."""
+    square = np.sqrt(features.pow(2).sum() * float(target.pow(2).sum()))
+    products = features.mul(target, axis=0).sum()
+    return products.div(square.where(square > 0, np.inf))
+
+
+@identity
+def reward_feature(recorded: Recorded) -> Measured | None:
+    """Largest correlation within groups of the reward with a token's count or the length, if a component has no weight in it.
+
+    That is: another component of the reward varies, and the total does not follow it (correlation under 0.3).
+    """
+    rows = _scored(recorded)
+    rows = rows[np.isfinite(rows["reward"].astype(float))] if len(rows) else rows
+    if len(rows) < FEWEST_ROWS or recorded.tokens.empty:
+        return None
+    parts = _parts(rows)
+    if parts.shape[1] < 2:
+        return None
+    counts = recorded.tokens.groupby(["step", "rollout"])["token_id"].value_counts().unstack()
+    frequent = counts.notna().sum().nlargest(MOST_FEATURES).index
+    keys = pd.MultiIndex.from_frame(rows[["step", "rollout"]])
+    features = counts[frequent].reindex(keys).fillna(0.0)
+    features.index = rows.index
+    features["length"] = rows["length"].astype(float)
+    total = _within(rows[["reward"]].astype(float), rows)["reward"]
+    by_part = _correlations(_within(parts.fillna(0.0), rows), total)
+    by_feature = _correlations(_within(features, rows), total)
+    feature = by_feature.abs().idxmax()
+    dropped = [str(n) for n, c in by_part.items() if abs(c) < 0.3 and parts[n].std() > 0]
+    leading = str(by_part.idxmax())
+    means = parts.groupby(rows["step"]).mean()
+    facts = {
+        "feature": feature if feature == "length" else int(feature),
+        "correlation": float(by_feature[feature]),
+        "part": leading,
+        "dropped": dropped,
+        "dropped_correlation": float(by_part[dropped].abs().max()) if dropped else 1.0,
+        "means": {str(n): [float(means[n].iloc[0]), float(means[n].iloc[-1])] for n in means},
+        "step": first_step(rows),
+    }
+    value = abs(float(by_feature[feature])) if dropped else 0.0
+    return Measured(value=value, facts=facts)
+
+
+@identity
+def reward_of_completion(recorded: Recorded) -> Measured | None:
+    """Share of pairs of equal completions of one prompt whose rewards differ."""
+    rows = _scored(recorded)
+    if len(rows) < FEWEST_ROWS:
+        return None
+    text = rows["prompt"] if rows["token_ids"].isna().all() else rows["token_ids"].astype(str)
+    key = text.astype(str) + "\0" + rows["completion"].astype(str)
+    pairs, differing = _differing(rows, rows["reward"], key)
+    if pairs < 30:
+        return None
+    moved = {}
+    for offset in (*range(-8, 0), *range(1, 9)):
+        shifted = rows.groupby("step")["reward"].transform(lambda r, k=offset: np.roll(r, k))
+        moved[offset] = _differing(rows, shifted, key)[1] / pairs
+    best = min(moved, key=lambda offset: moved[offset])
+    facts = {"pairs": pairs, "offset": best, "moved": moved[best], "step": first_step(rows)}
+    return Measured(value=differing / pairs, facts=facts)
+
+
+def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[int, int]:
+    """Number of pairs of rows of a step with one key, and of those whose rewards differ."""
+    frame = pd.DataFrame({"step": rows["step"], "key": key, "reward": reward.round(6)})
+    size = frame.groupby(["step", "key"]).size()
+    same = frame.groupby(["step", "key", "reward"]).size()
+    pairs = int((size * (size - 1) // 2).sum())
+    return pairs, pairs - int((same * (same - 1) // 2).sum())
+
+
+@identity
+def one_prompt_a_group(recorded: Recorded) -> Measured | None:
+    """Share of groups whose completions have different prompts."""
+    rows = _scored(recorded)
+    known = rows[rows["token_ids"].notna() & rows["prompt_tokens"].notna()] if len(rows) else rows
+    if len(known) < FEWEST_ROWS:
+        return None
+    prompts = [
+        tuple(json.loads(ids)[: int(count)])
+        for ids, count in zip(known["token_ids"], known["prompt_tokens"], strict=True)
+    ]
+    frame = known[["step", "group"]].assign(prompt=prompts)
+    distinct = frame.groupby(["step", "group"])["prompt"].nunique()
+    facts = {
+        "distinct": int(distinct.max()),
+        "groups": len(distinct),
+        "step": int(distinct.index[0][0]),
+    }
+    return Measured(value=float((distinct > 1).mean()), facts=facts)

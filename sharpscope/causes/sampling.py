@@ -1,0 +1,241 @@
+"""Identities of drawn tokens: surprise, ratios, equal prefixes, the sampler's log-probabilities, ends of completions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.causes.identity import Measured, beyond_chance, first_step, identity
+from sharpscope.causes.recorded import Recorded
+
+STARTS = 8
+"""Positions at a completion's beginning that are looked at one by one."""
+IMPROBABLE = 7.0
+"""Surprisal −ln π from which a drawn token is improbable [nats]: at most 1 in 1,100 tokens from a flat distribution."""
+FEWEST_TOKENS = 200
+"""Tokens below which a mean over tokens is not judged."""
+
+
+@identity
+def surprise(recorded: Recorded) -> Measured | None:
+    """|mean of −ln π − H| over drawn tokens behind the beginning of their completion, beyond chance [nats].
+
+    E[−ln π] = H where tokens are drawn from π. The mean is negative where the sampler is sharper than π. The fact `rare` is
+    the mean surprisal of tokens at confident places (Σp² > 0.8) as a share of their mean entropy, which tells temperature
+    from top-k.
+    """
+    tokens = recorded.drawn
+    inner = tokens[(tokens["position"] >= STARTS // 2)] if len(tokens) else tokens
+    if len(inner) < FEWEST_TOKENS:
+        return None
+    values = inner["surprise"].to_numpy(float)
+    confident = inner[(inner["collision"] > 0.8) & (inner["entropy"] > 0.01)]
+    entropy = float(confident["entropy"].mean()) if len(confident) else np.nan
+    mean = float(values.mean())
+    facts = {
+        "mean": mean,
+        "sharpness": _sharpness(inner),
+        "rare": float(-confident["logp"].mean()) / entropy if len(confident) else np.nan,
+        "confident": len(confident),
+        "tokens": len(inner),
+    }
+    return Measured(value=beyond_chance(values), facts=facts)
+
+
+def _sharpness(tokens: pd.DataFrame) -> float:
+    """1 / T of a sampler at temperature T, to first order from the surprise: E = (1 − 1/T)·Var(ln π)."""
+    values = tokens["surprise"].to_numpy(float)
+    variance = float(np.mean(np.square(values)))
+    return 1 - float(values.mean()) / variance if variance else 1.0
+
+
+@identity
+def surprise_at_start(recorded: Recorded) -> Measured | None:
+    """The largest |mean of −ln π − H| at one of the first positions, over groups, beyond chance [nats]."""
+    tokens = recorded.drawn
+    starts = tokens[tokens["position"] < STARTS] if len(tokens) else tokens
+    if starts.empty:
+        return None
+    means = starts.groupby(["position", "step", "group"])["surprise"].mean()
+    off = {
+        int(position): beyond_chance(values.to_numpy())
+        for position, values in means.groupby(level=0)
+    }
+    worst = max(off, key=lambda position: off[position])
+    mean = float(means.loc[worst].mean())
+    places = [position for position, value in off.items() if value > 0.1]
+    facts = {"position": worst, "positions": places, "mean": mean, "step": first_step(starts)}
+    return Measured(value=off[worst], facts=facts)
+
+
+@identity
+def common_beginning(recorded: Recorded) -> Measured | None:
+    """(G − 1)·Σ −ln π over the tokens that all G completions of a group begin with, the median over groups [nats].
+
+    The probability of drawing such a beginning G times is at most e to the minus this.
+    """
+    tokens = recorded.drawn
+    if tokens.empty:
+        return None
+    keyed = tokens.assign(prefix=recorded.prefix)
+    size = keyed.groupby(["step", "group"])["rollout"].nunique()
+    shared = keyed.groupby(["step", "group", "prefix"]).agg(
+        rows=("rollout", "nunique"), surprisal=("logp", lambda v: -v.mean()), at=("position", "min")
+    )
+    shared = shared.join(size.rename("size"), on=["step", "group"])
+    shared = shared[(shared["rows"] == shared["size"]) & (shared["size"] > 1)]
+    groups = pd.DataFrame(index=size[size > 1].index)
+    if len(groups) < 4:
+        return None
+    summed = shared.groupby(["step", "group"]).agg(nats=("surprisal", "sum"), tokens=("at", "size"))
+    groups = groups.join(summed).fillna(0.0).join(size.rename("size"))
+    longest = keyed.groupby(["step", "group"])["length"].min()
+    groups = groups.join(longest.rename("longest"))
+    evidence = (groups["size"] - 1) * groups["nats"]
+    ends = shared.reset_index().sort_values("at").groupby(["step", "group"])["prefix"].last()
+    first = keyed[keyed["position"] < 3].groupby(["step", "rollout"])["token_id"].agg(tuple)
+    facts = {
+        "tokens": float(groups["tokens"].median()),
+        "whole": float((groups["tokens"] >= groups["longest"]).mean()),
+        "beginnings": int(first.nunique()),
+        "groups": len(groups),
+        "ends": len(ends),
+        "step": first_step(keyed),
+    }
+    return Measured(value=float(evidence.median()), facts=facts)
+
+
+@identity
+def improbable_tokens(recorded: Recorded) -> Measured | None:
+    """Share of drawn tokens behind the beginning with −ln π > 7 nats: tokens that somebody else put there."""
+    tokens = recorded.drawn
+    inner = tokens[tokens["position"] >= STARTS] if len(tokens) else tokens
+    if len(inner) < FEWEST_TOKENS:
+        return None
+    odd = inner[-inner["logp"] > IMPROBABLE]
+    last = odd["position"] == odd["length"] - 1
+    ids = odd["token_id"].value_counts()
+    facts = {
+        "count": len(odd),
+        "token": int(ids.index[0]) if len(ids) else -1,
+        "same": float(ids.iloc[0] / len(odd)) if len(ids) else 0.0,
+        "last": float(last.mean()) if len(odd) else 0.0,
+        "rows": odd[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
+        "step": first_step(odd),
+    }
+    return Measured(value=len(odd) / len(inner), facts=facts)
+
+
+@identity
+def sampler_mismatch(recorded: Recorded) -> Measured | None:
+    """Mean |ln μ − ln π| of drawn tokens, μ the sampler and π the policy at the start of the step [nats]."""
+    tokens = recorded.drawn
+    known = tokens[tokens["behavior_logp"].notna()] if len(tokens) else tokens
+    if len(known) < FEWEST_TOKENS:
+        return None
+    gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
+    size = np.abs(gap)
+    by_step = pd.Series(size).groupby(known["step"].to_numpy()).mean()
+    start = known["position"].to_numpy() == 0
+    x = -known["surprise"].to_numpy(float)  # ln π + H
+    slope = float(gap @ x / (x @ x)) if x.any() else 0.0
+    left = gap - slope * x
+    total = float(gap @ gap)
+    facts = {
+        "first": float(by_step.iloc[0]),
+        "last": float(by_step.iloc[-1]),
+        "at_start": float(size[start].mean()) if start.any() else 0.0,
+        "inside": float(size[~start].mean()),
+        "slope": slope,
+        "r2": 1 - float(left @ left) / total if total else 0.0,
+        "steps": len(by_step),
+        "trend": float(np.corrcoef(by_step.index, by_step)[0, 1]) if by_step.std() > 0 else 0.0,
+        "onset": int(by_step.index[int((by_step > 0.01).to_numpy().argmax())]),
+    }
+    return Measured(value=float(size.mean()), facts=facts)
+
+
+@identity
+def first_ratio(recorded: Recorded) -> Measured | None:
+    """Mean |ln π − ln π_old| of tokens in the first update of their step: both are of the same weights [nats]."""
+    tokens = recorded.drawn
+    first = tokens[tokens["update"] == 0] if len(tokens) else tokens
+    ratio = first["ratio"].to_numpy(float) if len(first) else np.zeros(0)
+    known = np.isfinite(ratio) & (ratio > 0)
+    if known.sum() < FEWEST_TOKENS:
+        return None
+    facts = {"largest": float(ratio[known].max()), "step": first_step(first)}
+    return Measured(value=float(np.abs(np.log(ratio[known])).mean()), facts=facts)
+
+
+@identity
+def equal_prefixes(recorded: Recorded) -> Measured | None:
+    """Spread of ln(π/π_old) among tokens of one update whose group and completion so far are equal [nats]."""
+    tokens = recorded.drawn
+    if tokens.empty:
+        return None
+    keyed = tokens.assign(prefix=recorded.prefix)
+    keyed = keyed[(keyed["update"] == 0) & (keyed["ratio"] > 0)]
+    log_ratio = np.log(keyed["ratio"].to_numpy(float))
+    groups = pd.Series(log_ratio).groupby(keyed["prefix"].to_numpy())
+    repeated = groups.transform("size") > 1
+    if repeated.sum() < FEWEST_TOKENS:
+        return None
+    gap = (log_ratio - groups.transform("mean"))[repeated]
+    facts = {"tokens": int(repeated.sum()), "step": first_step(keyed)}
+    return Measured(value=float(np.sqrt(np.square(gap).mean())), facts=facts)
+
+
+@identity
+def later_ratio(recorded: Recorded) -> Measured | None:
+    """Share of further uses of tokens (PPO epochs) with a ratio of exactly 1, though an update has moved the policy."""
+    uses = recorded.uses
+    if len(uses) < FEWEST_TOKENS:
+        return None
+    same = np.abs(uses["ratio"].to_numpy(float) - 1) < 1e-6
+    facts = {"uses": len(uses), "updates": int(uses["update"].max()) + 1, "step": first_step(uses)}
+    return Measured(value=float(same.mean()), facts=facts)
+
+
+@identity
+def reference_at_start(recorded: Recorded) -> Measured | None:
+    """Mean |ln π_ref − ln π| at the first step, where the policy is its reference [nats]."""
+    tokens = recorded.drawn
+    first = tokens[tokens["step"] == 1] if len(tokens) else tokens
+    gap = (first["ref_logp"] - first["logp"]).dropna().abs() if len(first) else pd.Series()
+    if len(gap) < FEWEST_TOKENS:
+        return None
+    return Measured(value=float(gap.mean()), facts={"step": 1, "largest": float(gap.max())})
+
+
+@identity
+def reference_stays(recorded: Recorded) -> Measured | None:
+    """Share of later steps at which ln π_ref = ln π for every token, though the policy has moved."""
+    tokens = recorded.drawn
+    later = tokens[tokens["step"] >= 3] if len(tokens) else tokens
+    known = later[later["ref_logp"].notna()] if len(later) else later
+    if len(known) < FEWEST_TOKENS or not recorded.updates["update_norm"].gt(0).any():
+        return None
+    gap = (known["ref_logp"] - known["logp"]).abs().groupby(known["step"]).max()
+    facts = {"steps": len(gap), "largest": float(gap.max())}
+    return Measured(value=float((gap < 1e-4).mean()), facts=facts)
+
+
+@identity
+def special_tokens(recorded: Recorded) -> Measured | None:
+    """Share of a completion's tokens that are special tokens other than the tokenizer's end token, where all are cut."""
+    tokens, words = recorded.drawn, recorded.words
+    odd = [token for token in words.special if token != words.end]
+    if len(tokens) < FEWEST_TOKENS or not odd:
+        return None
+    inside = tokens[tokens["token_id"].isin(odd)]
+    cut = float(recorded.rollouts["truncated"].astype(float).mean())
+    counts = inside["token_id"].value_counts()
+    facts = {
+        "cut": cut,
+        "token": words.special[int(counts.index[0])] if len(counts) else "",
+        "rows": inside[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
+        "step": first_step(inside),
+    }
+    share = len(inside) / len(tokens)
+    return Measured(value=share if cut > 0.9 else 0.0, facts=facts | {"share": share})

@@ -1,0 +1,177 @@
+"""Identities of coefficients, shares and updates."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.causes.identity import Measured, first_step, identity
+from sharpscope.causes.recorded import Recorded
+
+FEWEST = 50
+"""Tokens below which the signs of coefficients are not judged."""
+
+
+@identity
+def advantage_sign(recorded: Recorded) -> Measured | None:
+    """Share of tokens whose coefficient c = ∂L/∂ln π has the advantage's sign: the update pushes against the advantage.
+
+    Where a KL term has an unknown part of c, only tokens with |A| ≥ 0.5 at which π is near the reference count.
+    """
+    tokens = recorded.drawn
+    if tokens.empty or tokens["advantage"].isna().all():
+        return None
+    known = tokens["kl_coef"].fillna(0.0)
+    policy = tokens["loss_coef"] - known
+    counted = (tokens["advantage"] != 0) & (policy != 0) & tokens["advantage"].notna()
+    near = (tokens["ref_logp"] - tokens["logp"]).abs() < 0.02
+    unclear = tokens["ref_logp"].notna() & tokens["kl_coef"].isna()
+    counted &= ~unclear | (near & (tokens["advantage"].abs() >= 0.5))
+    chosen = tokens[counted]
+    if len(chosen) < FEWEST:
+        return None
+    wrong = (policy[counted] * chosen["advantage"]) > 0
+    by_row = wrong.groupby(chosen["rollout"]).mean()
+    by_step = wrong.groupby(chosen["step"]).mean()
+    rows = [int(row) for row in by_row.index[by_row > 0.5]]
+    facts = {
+        "rows": rows,
+        "inside": float(wrong[chosen["rollout"].isin(rows)].mean()) if rows else 0.0,
+        "outside": float(wrong[~chosen["rollout"].isin(rows)].mean()),
+        "all": len(rows) == len(by_row),
+        "steps": [int(step) for step in by_step.index[by_step > 0.01]],
+        "step": first_step(chosen[wrong]),
+    }
+    return Measured(value=float(wrong.mean()), facts=facts)
+
+
+@identity
+def kl_coefficient(recorded: Recorded) -> Measured | None:
+    """Share of tokens without an advantage that the loss pushes away from the reference: c·(ln π − ln π_ref) < 0."""
+    tokens = recorded.drawn
+    if tokens.empty:
+        return None
+    gap = tokens["logp"] - tokens["ref_logp"]
+    chosen = (tokens["advantage"] == 0) & (gap.abs() > 1e-3) & (tokens["loss_coef"] != 0)
+    chosen &= tokens["update"] == 0
+    if chosen.sum() < FEWEST:
+        return None
+    force = tokens["loss_coef"][chosen]
+    counts = recorded.updates[recorded.updates["update"] == 0].set_index("step")["tokens"]
+    size = tokens["step"][chosen].map(counts)
+    beta = force * size / -np.expm1(-gap[chosen])
+    facts = {"beta": float(beta.median()), "tokens": int(chosen.sum()), "step": 1}
+    return Measured(value=float((force * gap[chosen] < 0).mean()), facts=facts)
+
+
+@identity
+def shares(recorded: Recorded) -> Measured | None:
+    """Median |Σ shares − 1| of the measured updates: the tokens' log-probabilities give the whole gradient."""
+    sums = _share_sums(recorded)
+    if sums.empty:
+        return None
+    off = (sums - 1).abs()
+    entropy = recorded.steps.set_index("step")["entropy_mean"].dropna()
+    facts = {
+        "first": float(sums.iloc[0]),
+        "first_step": int(sums.index[0]),
+        "last": float(sums.iloc[-1]),
+        "steps": len(sums),
+        "off": int((off > 0.02).sum()),
+        "entropy": [float(entropy.iloc[0]), float(entropy.iloc[-3:].mean())] if len(entropy) else [],
+        "step": int(off[off > 0.02].index.min()) if (off > 0.02).any() else int(sums.index[0]),
+    }
+    return Measured(value=float(off.median()), facts=facts)
+
+
+def _share_sums(recorded: Recorded) -> pd.Series:
+    """Step -> sum of the shares of its first measured update, where all of its tokens were measured."""
+    tokens, events = recorded.tokens, recorded.events
+    sums = pd.Series(dtype=float)
+    if len(tokens) and tokens["attribution"].notna().any():
+        whole = tokens.groupby(["step", "update"]).filter(
+            lambda part: bool((part["inclusion_probability"] == 1).all())
+        )
+        summed = whole.groupby("step")["attribution"].sum(min_count=1).dropna()
+        sums = summed / whole[whole["attribution"].notna()].groupby("step")["update"].nunique()
+    told = events[events["rule"] == "attribution_sum"] if len(events) else events
+    if len(told):
+        sums = told.groupby("step")["value"].first().combine_first(sums)
+    return sums.dropna().sort_index()
+
+
+def layers_of(updates: pd.DataFrame, column: str) -> pd.Series:
+    """Layer -> its share of the squared norm over the updates."""
+    rows = [json.loads(text) for text in updates[column].dropna()]
+    squares = pd.DataFrame(rows).pow(2).mean()
+    total = float(squares.sum())
+    return (squares / total if total else squares).sort_values(ascending=False)
+
+
+@identity
+def update_bound(recorded: Recorded) -> Measured | None:
+    """Median over updates of ‖Δθ‖/(lr·√N): Adam moves each of N weights by at most about its learning rate."""
+    updates, count = recorded.updates, recorded.info.get("trainable_parameters")
+    if not recorded.adam or not count or updates.empty:
+        return None
+    made = updates[(updates["lr"] > 0) & (updates["update_norm"] > 0)]
+    if made.empty:
+        return None
+    ratio = made["update_norm"] / (made["lr"] * math.sqrt(count))
+    moved = layers_of(made, "update_norm_by_layer")
+    pulled = layers_of(made, "grad_norm_by_layer")
+    norms = float(sum(share for name, share in moved.items() if str(name).endswith("norm")))
+    quiet = made[made["grad_norm"] <= 1e-6]
+    facts = {
+        "layer": str(moved.index[0]) if len(moved) else "",
+        "share": float(moved.iloc[0]) if len(moved) else 0.0,
+        "gradient_share": float(pulled.get(moved.index[0], 0.0)) if len(moved) else 0.0,
+        "norms": norms,
+        "quiet": float(ratio[quiet.index].median()) if len(quiet) else math.nan,
+        "weight_decay": recorded.weight_decay,
+        "lr": float(made["lr"].iloc[0]),
+        "step": first_step(made[ratio > 1.2]),
+    }
+    return Measured(value=float(ratio.median()), facts=facts)
+
+
+@identity
+def update_follows_gradient(recorded: Recorded) -> Measured | None:
+    """Share of updates with a gradient after which no weight has changed."""
+    updates = recorded.updates
+    made = updates[(updates["grad_norm"] > 0) & ~updates["skipped"].astype(bool)]
+    if len(made) < 2:
+        return None
+    still = made["update_norm"] == 0
+    rate = float(made["lr"].max())
+    facts = {"lr": rate, "updates": len(made), "step": first_step(made[still])}
+    return Measured(value=float(still.mean()), facts=facts)
+
+
+@identity
+def first_divergence(recorded: Recorded) -> Measured | None:
+    """KL(π_old‖π) over the first step: how far one step moves the policy [nats per token]."""
+    steps = recorded.steps
+    known = steps[steps["kl_step"].notna() & (steps["step"] <= 2)]
+    if known.empty:
+        return None
+    rate = known["lr"].iloc[0]
+    clipped = float(recorded.updates["clip_factor"].lt(1).mean())
+    facts = {"step": int(known["step"].iloc[0]), "lr": float(rate), "clipped": clipped}
+    return Measured(value=float(known["kl_step"].max()), facts=facts)
+
+
+@identity
+def finite(recorded: Recorded) -> Measured | None:
+    """Updates whose loss or gradient norm is not finite."""
+    updates = recorded.updates
+    if updates.empty:
+        return None
+    bad = updates[~np.isfinite(updates["loss"].fillna(0.0)) | ~np.isfinite(updates["grad_norm"])]
+    found = recorded.events[recorded.events["rule"] == "not_finite"]
+    told = str(found["message"].iloc[0]) if len(found) else ""
+    facts = {"step": first_step(bad), "message": told, "updates": len(updates)}
+    return Measured(value=float(len(bad)), facts=facts)
