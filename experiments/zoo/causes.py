@@ -38,8 +38,8 @@ def trl_lr30(place: Place) -> None:
 
 @cause("one prompt's reward × 40, no scaling by std", "", "prompt_scale")
 def trl_poison_scale(place: Place) -> None:
-    rows = [row | {"weight": 1.0} for row in prompts(place.seed, 48)]
-    rows[7] = {"prompt": "(13 - 8) * 7 = ?\n", "answer": "35", "weight": 40.0}
+    rows = [row | {"weight": 1.0} for row in prompts(place.seed, 16)]
+    rows[7] = {"prompt": "9 - 4 = ?\n", "answer": "5", "weight": 40.0}
 
     def passed(
         completions: list[str], answer: list[str], weight: list[float], **_: Any

@@ -90,9 +90,7 @@ def identity(
     return measure
 
 
-def check_recorded(
-    recorded: Recorded, without: frozenset[str] = frozenset()
-) -> dict[str, Result]:
+def check_recorded(recorded: Recorded, without: frozenset[str] = frozenset()) -> dict[str, Result]:
     """Name -> result of each identity whose columns were recorded, but of those in `without`."""
     results = {}
     for name, one in REGISTRY.items():

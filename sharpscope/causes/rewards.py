@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections import Counter
 
 import numpy as np
 import pandas as pd
@@ -12,8 +14,10 @@ from sharpscope.causes.recorded import Recorded
 
 FEWEST_ROWS = 48
 """Completions below which rewards are not compared."""
-MOST_FEATURES = 150
-"""Tokens whose counts are compared with the reward, the most frequent."""
+MOST_FEATURES, MOST_ROWS = 150, 2000
+"""Words whose counts are compared with the reward, the most frequent, and completions in which they are counted."""
+WORD = re.compile(r"</?\w+>|\w+|[^\w\s]")
+"""A tag, a word or a sign."""
 
 
 def _scored(recorded: Recorded) -> pd.DataFrame:
@@ -104,41 +108,47 @@ def _correlations(features: pd.DataFrame, target: pd.Series) -> pd.Series:
 
 @identity
 def reward_feature(recorded: Recorded) -> Measured | None:
-    """Largest correlation within groups of the reward with a token's count or the length, if a component has no weight in it.
+    """Largest correlation within groups of the reward with the count of a word or sign, or the length, in the last third.
 
-    That is: another component of the reward varies, and the total does not follow it (correlation under 0.3).
+    It counts where the total does not follow another component of the reward: the correlation with it is under 0.3 in the
+    last third, or its mean has fallen by half since the first.
     """
-    rows = _scored(recorded)
-    rows = rows[np.isfinite(rows["reward"].astype(float))] if len(rows) else rows
-    if len(rows) < FEWEST_ROWS or recorded.tokens.empty:
+    scored = _scored(recorded)
+    scored = scored[np.isfinite(scored["reward"].astype(float))] if len(scored) else scored
+    third = scored["step"].max() / 3 if len(scored) else 0
+    rows = scored[scored["step"] > 2 * third].tail(MOST_ROWS)
+    if len(rows) < FEWEST_ROWS:
         return None
-    parts = _parts(rows)
-    if parts.shape[1] < 2:
+    every = _parts(scored)
+    if every.shape[1] < 2:
         return None
-    counts = recorded.tokens.groupby(["step", "rollout"])["token_id"].value_counts().unstack()
-    frequent = counts.notna().sum().nlargest(MOST_FEATURES).index
-    keys = pd.MultiIndex.from_frame(rows[["step", "rollout"]])
-    features = counts[frequent].reindex(keys).fillna(0.0)
-    features.index = rows.index
-    features["length"] = rows["length"].astype(float)
+    parts = every.loc[rows.index].fillna(0.0)
     total = _within(rows[["reward"]].astype(float), rows)["reward"]
-    by_part = _correlations(_within(parts.fillna(0.0), rows), total)
-    by_feature = _correlations(_within(features, rows), total)
-    feature = by_feature.abs().idxmax()
-    dropped = [str(n) for n, c in by_part.items() if abs(c) < 0.3 and parts[n].std() > 0]
-    leading = str(by_part.idxmax())
-    means = parts.groupby(rows["step"]).mean()
+    by_part = _correlations(_within(parts, rows), total)
+    by_feature = _correlations(_within(_features(rows), rows), total)
+    feature = str(by_feature.abs().idxmax())
+    before, after = every[scored["step"] <= third].mean(), parts.mean()
+    fallen = (after < before / 2) & (before > 0)
+    unheard = (by_part.abs() < 0.3) & (every.std() > 0)
+    names = [str(name) for name in parts]
+    dropped = [name for name in names if fallen[name] or unheard[name]]
     facts = {
-        "feature": feature if feature == "length" else int(feature),
+        "feature": feature,
         "correlation": float(by_feature[feature]),
-        "part": leading,
+        "part": str(by_part.idxmax()),
         "dropped": dropped,
-        "dropped_correlation": float(by_part[dropped].abs().max()) if dropped else 1.0,
-        "means": {str(n): [float(means[n].iloc[0]), float(means[n].iloc[-1])] for n in means},
+        "means": {name: (float(before[name]), float(after[name])) for name in names},
         "step": first_step(rows),
     }
-    value = abs(float(by_feature[feature])) if dropped else 0.0
-    return Measured(value=value, facts=facts)
+    return Measured(value=abs(float(by_feature[feature])) if dropped else 0.0, facts=facts)
+
+
+def _features(rows: pd.DataFrame) -> pd.DataFrame:
+    """How often the most frequent words, tags and signs occur in each completion, and its number of tokens."""
+    counts = pd.DataFrame([Counter(WORD.findall(text)) for text in rows["completion"]])
+    frequent = counts.notna().sum().nlargest(MOST_FEATURES).index
+    features = counts[list(frequent)].fillna(0.0).set_index(rows.index)
+    return features.assign(length=rows["length"].astype(float))
 
 
 @identity
@@ -154,11 +164,16 @@ def reward_of_completion(recorded: Recorded) -> Measured | None:
         return None
     moved = {}
     for offset in (*range(-8, 0), *range(1, 9)):
-        shifted = rows.groupby("step")["reward"].transform(lambda r, k=offset: np.roll(r, k))
+        shifted = pd.concat([_rolled(part, offset) for _, part in rows.groupby("step")["reward"]])
         moved[offset] = _differing(rows, shifted, key)[1] / pairs
     best = min(moved, key=lambda offset: moved[offset])
     facts = {"pairs": pairs, "offset": best, "moved": moved[best], "step": first_step(rows)}
     return Measured(value=differing / pairs, facts=facts)
+
+
+def _rolled(values: pd.Series, offset: int) -> pd.Series:
+    """The values moved by `offset` rows, the last to the front."""
+    return pd.Series(np.roll(values.to_numpy(), offset), index=values.index)
 
 
 def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[int, int]:
@@ -181,7 +196,7 @@ def one_prompt_a_group(recorded: Recorded) -> Measured | None:
         tuple(json.loads(ids)[: int(count)])
         for ids, count in zip(known["token_ids"], known["prompt_tokens"], strict=True)
     ]
-    frame = known[["step", "group"]].assign(prompt=prompts)
+    frame = known[["step", "group"]].assign(prompt=pd.Series(prompts, index=known.index))
     distinct = frame.groupby(["step", "group"])["prompt"].nunique()
     facts = {
         "distinct": int(distinct.max()),

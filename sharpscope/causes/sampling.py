@@ -20,26 +20,33 @@ FEWEST_TOKENS = 200
 def surprise(recorded: Recorded) -> Measured | None:
     """|mean of −ln π − H| over drawn tokens behind the beginning of their completion, beyond chance [nats].
 
-    E[−ln π] = H where tokens are drawn from π. The mean is negative where the sampler is sharper than π. The fact `rare` is
-    the mean surprisal of tokens at confident places (Σp² > 0.8) as a share of their mean entropy, which tells temperature
-    from top-k.
+    E[−ln π] = H where tokens are drawn from π. The mean is negative where the sampler is sharper than π. The facts `rare` and
+    `usual` tell temperature from top-k: how often another token than the likeliest was drawn, as a share of what π expects,
+    where π is sure and where it is not. A temperature removes the more the surer π is, top-k a part that does not depend on it.
     """
     tokens = recorded.drawn
     inner = tokens[(tokens["position"] >= STARTS // 2)] if len(tokens) else tokens
     if len(inner) < FEWEST_TOKENS:
         return None
     values = inner["surprise"].to_numpy(float)
-    confident = inner[(inner["collision"] > 0.8) & (inner["entropy"] > 0.01)]
-    entropy = float(confident["entropy"].mean()) if len(confident) else np.nan
     mean = float(values.mean())
     facts = {
         "mean": mean,
         "sharpness": _sharpness(inner),
-        "rare": float(-confident["logp"].mean()) / entropy if len(confident) else np.nan,
-        "confident": len(confident),
+        "rare": _other_tokens(inner, 0.002, 0.03),
+        "usual": _other_tokens(inner, 0.05, 0.3),
         "tokens": len(inner),
     }
     return Measured(value=beyond_chance(values), facts=facts)
+
+
+def _other_tokens(tokens: pd.DataFrame, low: float, high: float) -> float:
+    """Tokens with π < ½ as a share of Σ(1 − p₁), p₁ ≈ √Σp², where 1 − p₁ is between `low` and `high`."""
+    left = 1 - np.sqrt(tokens["collision"].to_numpy(float))
+    there = (left > low) & (left < high)
+    expected = float(left[there].sum())
+    other = tokens["logp"].to_numpy(float)[there] < np.log(0.5)
+    return float(other.sum()) / expected if expected >= 5 else np.nan
 
 
 def _sharpness(tokens: pd.DataFrame) -> float:
@@ -58,8 +65,8 @@ def surprise_at_start(recorded: Recorded) -> Measured | None:
         return None
     means = starts.groupby(["position", "step", "group"])["surprise"].mean()
     off = {
-        int(position): beyond_chance(values.to_numpy())
-        for position, values in means.groupby(level=0)
+        position: beyond_chance(means.loc[position].to_numpy(float))
+        for position in sorted(starts["position"].astype(int).unique())
     }
     worst = max(off, key=lambda position: off[position])
     mean = float(means.loc[worst].mean())
@@ -74,35 +81,51 @@ def common_beginning(recorded: Recorded) -> Measured | None:
 
     The probability of drawing such a beginning G times is at most e to the minus this.
     """
-    tokens = recorded.drawn
-    if tokens.empty:
-        return None
-    keyed = tokens.assign(prefix=recorded.prefix)
-    size = keyed.groupby(["step", "group"])["rollout"].nunique()
-    shared = keyed.groupby(["step", "group", "prefix"]).agg(
-        rows=("rollout", "nunique"), surprisal=("logp", lambda v: -v.mean()), at=("position", "min")
-    )
-    shared = shared.join(size.rename("size"), on=["step", "group"])
-    shared = shared[(shared["rows"] == shared["size"]) & (shared["size"] > 1)]
-    groups = pd.DataFrame(index=size[size > 1].index)
+    groups = _beginnings(recorded)
     if len(groups) < 4:
         return None
-    summed = shared.groupby(["step", "group"]).agg(nats=("surprisal", "sum"), tokens=("at", "size"))
-    groups = groups.join(summed).fillna(0.0).join(size.rename("size"))
-    longest = keyed.groupby(["step", "group"])["length"].min()
-    groups = groups.join(longest.rename("longest"))
-    evidence = (groups["size"] - 1) * groups["nats"]
-    ends = shared.reset_index().sort_values("at").groupby(["step", "group"])["prefix"].last()
-    first = keyed[keyed["position"] < 3].groupby(["step", "rollout"])["token_id"].agg(tuple)
+    tokens = recorded.drawn
+    first = tokens[tokens["position"] < 3].groupby(["step", "rollout"])["token_id"].agg(tuple)
     facts = {
         "tokens": float(groups["tokens"].median()),
-        "whole": float((groups["tokens"] >= groups["longest"]).mean()),
         "beginnings": int(first.nunique()),
         "groups": len(groups),
-        "ends": len(ends),
-        "step": first_step(keyed),
+        "step": first_step(tokens),
     }
-    return Measured(value=float(evidence.median()), facts=facts)
+    return Measured(value=float(groups["evidence"].median()), facts=facts)
+
+
+@identity
+def equal_completions(recorded: Recorded) -> Measured | None:
+    """(G − 1)·Σ −ln π of groups whose G completions are all equal, summed and divided by the number of groups [nats]."""
+    groups = _beginnings(recorded)
+    if len(groups) < 4:
+        return None
+    equal = groups["tokens"] >= groups["longest"]
+    facts = {
+        "share": float(equal.mean()),
+        "groups": len(groups),
+        "step": first_step(recorded.drawn),
+    }
+    return Measured(value=float(groups["evidence"].where(equal, 0.0).mean()), facts=facts)
+
+
+def _beginnings(recorded: Recorded) -> pd.DataFrame:
+    """Of each group of several rows: how many tokens all rows begin with, their evidence [nats], and the longest row."""
+    tokens = recorded.drawn
+    if tokens.empty:
+        return tokens
+    keys = ["step", "group"]
+    keyed = tokens.assign(prefix=recorded.prefix, surprisal=-tokens["logp"])
+    whole = keyed.groupby(keys).agg(size=("rollout", "nunique"), longest=("length", "max"))
+    shared = keyed.groupby([*keys, "prefix"]).agg(
+        rows=("rollout", "nunique"), surprisal=("surprisal", "mean")
+    )
+    shared = shared.join(whole["size"], on=keys)
+    shared = shared[shared["rows"] == shared["size"]]
+    summed = shared.groupby(keys).agg(nats=("surprisal", "sum"), tokens=("rows", "size"))
+    groups = whole[whole["size"] > 1].join(summed).fillna(0.0)
+    return groups.assign(evidence=(groups["size"] - 1) * groups["nats"])
 
 
 @identity
@@ -137,22 +160,35 @@ def sampler_mismatch(recorded: Recorded) -> Measured | None:
     size = np.abs(gap)
     by_step = pd.Series(size).groupby(known["step"].to_numpy()).mean()
     start = known["position"].to_numpy() == 0
-    x = -known["surprise"].to_numpy(float)  # ln π + H
-    slope = float(gap @ x / (x @ x)) if x.any() else 0.0
-    left = gap - slope * x
-    total = float(gap @ gap)
     facts = {
         "first": float(by_step.iloc[0]),
         "last": float(by_step.iloc[-1]),
         "at_start": float(size[start].mean()) if start.any() else 0.0,
         "inside": float(size[~start].mean()),
-        "slope": slope,
-        "r2": 1 - float(left @ left) / total if total else 0.0,
         "steps": len(by_step),
         "trend": float(np.corrcoef(by_step.index, by_step)[0, 1]) if by_step.std() > 0 else 0.0,
         "onset": int(by_step.index[int((by_step > 0.01).to_numpy().argmax())]),
     }
     return Measured(value=float(size.mean()), facts=facts)
+
+
+@identity
+def sampler_temperature(recorded: Recorded) -> Measured | None:
+    """|1/T_μ − 1| relative to the recorded temperature, where ln μ − ln π is proportional to ln π + H; else 0.
+
+    To first order ln μ − ln π = (1/T − 1)(ln π + H) for a sampler at temperature T times that of π.
+    """
+    tokens = recorded.drawn
+    known = tokens[tokens["behavior_logp"].notna()] if len(tokens) else tokens
+    if len(known) < FEWEST_TOKENS:
+        return None
+    gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
+    centered = -known["surprise"].to_numpy(float)
+    slope = float(gap @ centered / (centered @ centered)) if centered.any() else 0.0
+    left = gap - slope * centered
+    explained = 1 - float(left @ left) / float(gap @ gap) if gap.any() else 0.0
+    facts = {"slope": slope, "r2": explained, "step": first_step(known)}
+    return Measured(value=abs(slope) if explained > 0.5 else 0.0, facts=facts)
 
 
 @identity

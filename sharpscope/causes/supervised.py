@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 
 from sharpscope.causes.identity import Measured, first_step, identity
@@ -79,15 +78,19 @@ def row_ends(recorded: Recorded) -> Measured | None:
 def pair_margins(recorded: Recorded) -> Measured | None:
     """−q10/q90 of ln π(chosen) − ln π(rejected) in the first third, where the policy prefers most chosen ones.
 
-    Pairs that are swapped mirror the others: their margins are as negative as the others' are positive.
+    Pairs that are swapped mirror the others: their margins are as negative as the others' are positive. Only pairs whose
+    lengths differ by at most 3 tokens count, since a sum of log-probabilities falls with the length.
     """
     rows = _rows(recorded)
     if recorded.info.get("method") != "dpo" or len(rows) < 64:
         return None
     early = rows[rows["step"] <= max(4, rows["step"].max() / 3)]
     wide = early.assign(pair=early["rollout"] // 2, side=early["rollout"] % 2)
-    table = wide.pivot_table(index=["step", "pair"], columns="side", values="logp")
-    margin = (table[0] - table[1]).dropna()
+    table = wide.pivot_table(index=["step", "pair"], columns="side", values=["logp", "tokens"])
+    alike = (table["tokens"][0] - table["tokens"][1]).abs() <= 3
+    margin = (table["logp"][0] - table["logp"][1])[alike].dropna()
+    if len(margin) < 32:
+        return None
     low, high = margin.quantile(0.1), margin.quantile(0.9)
     preferred = float((margin > 0).mean())
     lowest = margin.nsmallest(5).index
@@ -99,7 +102,7 @@ def pair_margins(recorded: Recorded) -> Measured | None:
         "rows": [[int(step), 2 * int(pair)] for step, pair in lowest],
         "step": first_step(early),
     }
-    judged = preferred >= 0.7 and high > 0
+    judged = preferred >= 0.65 and high > 0
     return Measured(value=float(-low / high) if judged else 0.0, facts=facts)
 
 
@@ -108,9 +111,21 @@ def labels(recorded: Recorded) -> Measured | None:
     """1 where a recorder found labels that are not the tokens of their own positions."""
     if not recorded.supervised:
         return None
-    events = recorded.events
-    told = events[events["rule"].isin(["labels", "recorder"])] if len(events) else events
-    texts = [str(text) for text in told["message"]] if len(told) else []
-    found = [text for text in texts if "labels" in text]
+    found = [text for text in refusals(recorded) if "labels" in text]
     facts = {"message": found[0] if found else "", "moved": any("moved by" in t for t in found)}
     return Measured(value=float(bool(found)), facts=facts | {"step": 1})
+
+
+@identity
+def prompt_outside_loss(recorded: Recorded) -> Measured | None:
+    """1 where a recorder stopped since the first token of a left-padded row is in the loss."""
+    if recorded.supervised:
+        return None
+    found = [text for text in refusals(recorded) if "predicted from padding" in text]
+    return Measured(value=float(bool(found)), facts={"step": 1, "tokens": 1})
+
+
+def refusals(recorded: Recorded) -> list[str]:
+    """Why a recorder stopped."""
+    events = recorded.events
+    return [str(text) for text in events["message"][events["rule"] == "recorder"]]

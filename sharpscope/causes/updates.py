@@ -62,15 +62,17 @@ def kl_coefficient(recorded: Recorded) -> Measured | None:
     force = tokens["loss_coef"][chosen]
     counts = recorded.updates[recorded.updates["update"] == 0].set_index("step")["tokens"]
     size = tokens["step"][chosen].map(counts)
-    beta = force * size / -np.expm1(-gap[chosen])
-    facts = {"beta": float(beta.median()), "tokens": int(chosen.sum()), "step": 1}
+    beta = (force * size).to_numpy(float) / -np.expm1(-gap[chosen].to_numpy(float))
+    facts = {"beta": float(np.median(beta)), "tokens": int(chosen.sum()), "step": 1}
     return Measured(value=float((force * gap[chosen] < 0).mean()), facts=facts)
 
 
 @identity
 def shares(recorded: Recorded) -> Measured | None:
     """Median |Σ shares − 1| of the measured updates: the tokens' log-probabilities give the whole gradient."""
+    norms = recorded.updates.groupby("step")["grad_norm"].first()
     sums = _share_sums(recorded)
+    sums = sums[norms.reindex(sums.index) > 1e-5]  # of a smaller gradient they are rounding
     if sums.empty:
         return None
     off = (sums - 1).abs()
@@ -81,7 +83,9 @@ def shares(recorded: Recorded) -> Measured | None:
         "last": float(sums.iloc[-1]),
         "steps": len(sums),
         "off": int((off > 0.02).sum()),
-        "entropy": [float(entropy.iloc[0]), float(entropy.iloc[-3:].mean())] if len(entropy) else [],
+        "entropy": [float(entropy.iloc[0]), float(entropy.iloc[-3:].mean())]
+        if len(entropy)
+        else [],
         "step": int(off[off > 0.02].index.min()) if (off > 0.02).any() else int(sums.index[0]),
     }
     return Measured(value=float(off.median()), facts=facts)

@@ -1,0 +1,390 @@
+"""Causes by name: what the violation of an identity means, by where it occurs.
+
+A rule looks at violated identities and gives the facts of its sentence, or None. Rules stand in the order in which causes are
+named: what is wrong by itself comes before what may follow from it. The words are in causes.yaml.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from sharpscope.causes.identity import Facts, Result, spans
+from sharpscope.causes.recorded import Recorded
+from sharpscope.packaged import package_yaml
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cause:
+    """A cause that a run shows.
+
+    Attributes:
+        name: of the cause, such as `sampling_temperature`.
+        sentence: what is wrong.
+        step: the first step that shows it.
+        evidence: the numbers that show it.
+        show: the command that shows the tokens, rows, layers or prompts that carry it.
+        wrong: how often the identity behind it is violated in healthy runs.
+        change: what to change, in the trainer's words.
+        check: what tells it from another cause that fits, or confirms it.
+        identity: the violated identity.
+    """
+
+    name: str
+    sentence: str
+    step: int
+    evidence: str
+    show: str
+    wrong: str
+    change: str
+    check: str
+    identity: str
+
+
+Found = Mapping[str, Facts]
+"""Violated identity -> its facts, with its value."""
+_Rule = Callable[[Found], Facts | None]
+RULES: dict[str, tuple[str, _Rule]] = {}
+"""Cause -> the identity that shows it and its rule, in the order of naming."""
+_TEXTS = package_yaml("sharpscope.causes", "causes.yaml")
+
+
+def _rule(shown_by: str) -> Callable[[_Rule], _Rule]:
+    """Register a rule for a cause that an identity shows; it is asked only where that identity is violated."""
+
+    def keep(rule: _Rule) -> _Rule:
+        RULES[rule.__name__] = shown_by, rule
+        return rule
+
+    return keep
+
+
+def _always(cause: str, shown_by: str) -> None:
+    """Register a cause that the violation of one identity shows without further conditions."""
+    RULES[cause] = shown_by, lambda found: found[shown_by]
+
+
+# -- Data and rewards
+
+_always("reward_not_finite", "reward_finite")
+
+
+@_rule("labels")
+def labels_shifted(found: Found) -> Facts | None:
+    """Labels that equal the next token of the input."""
+    return found["labels"] if found["labels"]["moved"] else None
+
+
+@_rule("labels")
+def labels_of_other_tokens(found: Found) -> Facts | None:
+    """Labels that differ otherwise."""
+    return None if found["labels"]["moved"] else found["labels"]
+
+
+@_rule("finite")
+def masked_inf(found: Found) -> Facts | None:
+    """A value at a masked position, times 0."""
+    return found["finite"] if "masked" in found["finite"]["message"] else None
+
+
+@_rule("finite")
+def float16_overflow(found: Found) -> Facts | None:
+    """A value above the largest of float16."""
+    return found["finite"] if "float16" in found["finite"]["message"] else None
+
+
+@_rule("finite")
+def not_finite(found: Found) -> Facts | None:
+    """Another operation, or none that was found."""
+    message = found["finite"]["message"]
+    return None if "masked" in message or "float16" in message else found["finite"]
+
+
+_always("mixed_groups", "one_prompt_a_group")
+
+
+@_rule("equal_completions")
+def equal_completions(found: Found) -> Facts | None:
+    """Most groups, not a few whose prompts have one likely answer."""
+    facts = found["equal_completions"]
+    return facts if facts["share"] > 0.5 else None
+
+
+@_rule("reward_of_completion")
+def rewards_of_other_rows(found: Found) -> Facts | None:
+    """Rewards that fit when they are moved by some rows."""
+    facts = found["reward_of_completion"]
+    return facts if facts["moved"] < facts["value"] / 4 else None
+
+
+_always("reward_constant", "reward_varies")
+_always("wrong_end_token", "special_tokens")
+
+# -- The tokens in the loss
+
+
+@_rule("prompt_outside_loss")
+def prompt_in_loss(found: Found) -> Facts | None:
+    """The first prompt token of a padded row."""
+    return found["prompt_outside_loss"]
+
+
+@_rule("common_beginning")
+def prompt_tokens_in_loss(found: Found) -> Facts | None:
+    """Beginnings that differ between groups: a prefilled answer would not."""
+    facts = found["common_beginning"]
+    several = facts["tokens"] >= 2 and facts["beginnings"] > 1
+    repeated = "equal_completions" in found and equal_completions(found)
+    return facts if several and not repeated else None
+
+
+@_rule("improbable_tokens")
+def inserted_end(found: Found) -> Facts | None:
+    """One token, at the ends of rows."""
+    facts = found["improbable_tokens"]
+    return facts if facts["last"] > 0.8 and facts["same"] > 0.8 else None
+
+
+@_rule("improbable_tokens")
+def inserted_token(found: Found) -> Facts | None:
+    """One token, inside rows, in which nothing else is odd."""
+    facts = found["improbable_tokens"]
+    known = found.keys() & {"common_beginning", "sampler_mismatch", "surprise_at_start"}
+    return facts if facts["last"] <= 0.8 and facts["same"] > 0.5 and not known else None
+
+
+# -- Sampler and trainer
+
+
+@_rule("equal_prefixes")
+def dropout(found: Found) -> Facts | None:
+    """Equal prefixes with different ratios: the pass is random."""
+    return found["equal_prefixes"]
+
+
+@_rule("surprise_at_start")
+def other_template(found: Found) -> Facts | None:
+    """The first position only: later ones have the new beginning in their context."""
+    facts = found["surprise_at_start"]
+    mismatch = found.get("sampler_mismatch")
+    if "common_beginning" in found and found["common_beginning"]["tokens"] >= 2:
+        return None
+    if mismatch is not None and mismatch["at_start"] < 3 * mismatch["inside"]:
+        return None
+    return facts if facts["position"] == 0 and facts["mean"] > 0 else None
+
+
+@_rule("sampler_mismatch")
+def stale_sampler(found: Found) -> Facts | None:
+    """None at the first step, then growing."""
+    facts = found["sampler_mismatch"]
+    grows = facts["first"] < 0.02 and facts["last"] > 0.1 and facts["trend"] > 0.5
+    return facts if grows else None
+
+
+@_rule("sampler_temperature")
+def sampling_temperature(found: Found) -> Facts | None:
+    """A slope from the first step on, at all positions."""
+    facts = found["sampler_temperature"]
+    mismatch = found.get("sampler_mismatch", {"first": 1.0, "at_start": 0.0, "inside": 1.0})
+    if mismatch["first"] < 0.02 or mismatch["at_start"] > 3 * mismatch["inside"]:
+        return None
+    return {**facts, "temperature": 1 / (1 + facts["slope"])}
+
+
+@_rule("sampler_mismatch")
+def sampler_differs(found: Found) -> Facts | None:
+    """A mismatch that none of the other causes explains."""
+    explained = {"equal_prefixes", "sampler_temperature"} & found.keys()
+    told = explained or other_template_found(found) or stale_sampler(found)
+    return None if told else found["sampler_mismatch"]
+
+
+def other_template_found(found: Found) -> bool:
+    """Whether the first token's surprise explains the mismatch."""
+    return "surprise_at_start" in found and other_template(found) is not None
+
+
+def _sharper(found: Found) -> Facts | None:
+    """The facts of tokens that are less surprising than the policy says, where the sampler's own values do not tell why."""
+    facts = found["surprise"]
+    known = found.keys() & {"sampler_temperature", "sampler_mismatch", "common_beginning"}
+    return None if facts["mean"] >= 0 or known else facts
+
+
+@_rule("surprise")
+def truncated_sampling(found: Found) -> Facts | None:
+    """What is missing does not depend on how sure the policy is."""
+    facts = _sharper(found)
+    return facts if facts and facts["rare"] > 0.25 * facts["usual"] else None
+
+
+@_rule("surprise")
+def sharper_sampling(found: Found) -> Facts | None:
+    """The surer the policy is, the more is missing."""
+    facts = _sharper(found)
+    if facts is None or facts["rare"] > 0.25 * facts["usual"]:
+        return None
+    return {**facts, "temperature": 1 / max(facts["sharpness"], 1.0)}
+
+
+# -- The loss
+
+
+@_rule("advantage_sign")
+def advantage_sign(found: Found) -> Facts | None:
+    """All rows, or those of a micro-batch."""
+    facts = found["advantage_sign"]
+    where = "all rows" if facts["all"] else f"rows {spans(facts['rows'])}"
+    return {**facts, "where": where if facts["rows"] else "single tokens"}
+
+
+_always("kl_sign", "kl_coefficient")
+_always("reference_moves", "reference_stays")
+_always("reference_differs", "reference_at_start")
+_always("ratio_detached", "later_ratio")
+
+
+@_rule("shares")
+def gradient_not_cleared(found: Found) -> Facts | None:
+    """Right at the first step, and not later."""
+    facts = found["shares"]
+    grows = facts["first_step"] == 1 and abs(facts["first"] - 1) < 0.02 and facts["steps"] > 1
+    return facts if grows and "equal_prefixes" not in found else None
+
+
+@_rule("shares")
+def entropy_sign(found: Found) -> Facts | None:
+    """Wrong from the first step on, while the entropy falls."""
+    facts = found["shares"]
+    falls = len(facts["entropy"]) == 2 and facts["entropy"][1] < 0.8 * facts["entropy"][0]
+    if "equal_prefixes" in found or abs(facts["first"] - 1) < 0.02 or not falls:
+        return None
+    return {**facts, "before": facts["entropy"][0], "after": facts["entropy"][1]}
+
+
+# -- Updates
+
+
+@_rule("update_follows_gradient")
+def zero_learning_rate(found: Found) -> Facts | None:
+    """No update, at a rate of 0."""
+    facts = found["update_follows_gradient"]
+    return facts if facts["lr"] == 0 else None
+
+
+@_rule("update_follows_gradient")
+def not_in_optimizer(found: Found) -> Facts | None:
+    """No update, at a rate above 0."""
+    facts = found["update_follows_gradient"]
+    return facts if facts["lr"] > 0 else None
+
+
+@_rule("update_bound")
+def layer_update(found: Found) -> Facts | None:
+    """One layer, whose gradient is not the largest."""
+    facts = found["update_bound"]
+    return facts if facts["share"] > 0.8 and facts["gradient_share"] < 0.5 else None
+
+
+@_rule("update_bound")
+def weight_decay(found: Found) -> Facts | None:
+    """All layers, with a weight decay that is known."""
+    facts = found["update_bound"]
+    decays = (facts["weight_decay"] or 0.0) >= 1
+    return facts if facts["share"] <= 0.8 and decays else None
+
+
+@_rule("update_bound")
+def update_too_long(found: Found) -> Facts | None:
+    """All layers, and nothing is known of the weight decay."""
+    facts = found["update_bound"]
+    known = layer_update(found) or weight_decay(found)
+    return None if known else facts
+
+
+# -- Rows, pairs and prompts
+
+_always("prompt_scale", "prompt_scale")
+_always("reward_feature", "reward_feature")
+
+
+@_rule("row_ends")
+def rows_cut(found: Found) -> Facts | None:
+    """Rows of one length only, the longest."""
+    facts = found["row_ends"]
+    return facts if facts["at_limit"] > 0.9 and facts["lengths"] == 1 else None
+
+
+@_rule("row_ends")
+def no_end_token(found: Found) -> Facts | None:
+    """All rows, of many lengths."""
+    facts = found["row_ends"]
+    return facts if facts["value"] > 0.9 and facts["lengths"] > 1 else None
+
+
+_always("bad_rows", "row_loss")
+_always("pairs_swapped", "pair_margins")
+
+
+@_rule("first_divergence")
+def update_too_large(found: Found) -> Facts | None:
+    """A large divergence that no other violation explains."""
+    known = found.keys() & {"update_bound", "kl_coefficient", "shares", "advantage_sign"}
+    return None if known else found["first_divergence"]
+
+
+ALIASES = {"prompt_tokens_in_loss": "prompt_in_loss"}
+"""Rules that name a cause of another name."""
+
+
+def name_causes(results: Mapping[str, Result], recorded: Recorded) -> list[Cause]:
+    """The causes that the results show, in the order of naming."""
+    found = {n: {**r.facts, "value": r.value} for n, r in results.items() if not r.holds}
+    causes: dict[str, Cause] = {}
+    for name, (shown_by, rule) in RULES.items():
+        facts = rule(found) if shown_by in found else None
+        cause = ALIASES.get(name, name)
+        if facts is not None and cause not in causes:
+            causes[cause] = _cause(cause, name, results[shown_by], facts, recorded)
+    return list(causes.values())
+
+
+def _cause(name: str, rule: str, result: Result, facts: Facts, recorded: Recorded) -> Cause:
+    """A cause with its words."""
+    texts, healthy = _TEXTS[rule], result.identity.healthy
+    step = int(facts.get("step", facts.get("onset", 1)) or 1)
+    rows = ", ".join(
+        f"({', '.join(map(str, row))})" for row in facts.get("rows", ()) if isinstance(row, list)
+    )
+    values = {name: _text(value) for name, value in facts.items()}
+    values |= {"run": shlex.quote(recorded.path), "step": step, "carriers": rows}
+    changes = texts["change"]
+    if not isinstance(changes, str):
+        changes = changes.get(recorded.trainer, changes["else"])
+    wrong = (
+        f"in {healthy.runs} healthy runs this number was at most {healthy.largest:.2g} "
+        f"(limit {result.identity.threshold:g})"
+    )
+    return Cause(
+        name=name,
+        sentence=texts["sentence"].format_map(values),
+        step=step,
+        evidence=texts["evidence"].format_map(values),
+        show=texts["show"].format_map(values),
+        wrong=wrong,
+        change=changes.format_map(values),
+        check=texts["check"].format_map(values),
+        identity=result.identity.name,
+    )
+
+
+def _text(value: object) -> object:
+    """A fact as a sentence has it: names and pairs of numbers joined."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, dict):
+        pairs = (f"{name} {low:.2g} → {high:.2g}" for name, (low, high) in value.items())
+        return ", ".join(pairs)
+    return value
