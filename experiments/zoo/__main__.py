@@ -16,7 +16,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-from experiments.zoo import causes, controls, more  # noqa: F401 - they register the cases
+from experiments.zoo import causes, controls, judge, more  # noqa: F401 - they register the cases
 from experiments.zoo.bases import Place
 from experiments.zoo.registry import CASES
 
@@ -48,10 +48,25 @@ def main() -> None:
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--steps", type=int, default=None, help="shorten every case")
     run.add_argument("--healthy", action="store_true", help="the controls only")
-    for command in (run,):
+    others = {
+        "calibrate": "write the values of healthy runs to identities.yaml",
+        "table": "which causes are named first",
+        "ablation": "which cases each identity is needed for",
+    }
+    made = [commands.add_parser(name, help=text) for name, text in others.items()]
+    for command in made:
+        command.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    for command in (run, *made):
         command.add_argument("--out", type=Path, default=Path("runs/zoo"))
     args = parser.parse_args()
     warnings.simplefilter("ignore")
+    if args.command == "calibrate":
+        judge.calibrate(args.out, args.seeds)
+        return
+    if args.command != "run":
+        found = {"table": judge.table, "ablation": judge.ablation}[args.command]
+        print(found(args.out, args.seeds).to_string())
+        return
     chosen = args.names or [n for n, c in CASES.items() if not (args.healthy and c.truth)]
     for name in chosen:
         train(name, args.out / f"{name}-{args.seed}", args.seed, args.steps)

@@ -20,6 +20,8 @@ from sharpscope.analysis.study import last_step, quiet
 from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, sample_text
+from sharpscope.causes import verdict
+from sharpscope.causes.verdict import open_text
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, load_run, load_runs
 
@@ -41,11 +43,27 @@ TOKEN_COLUMNS = (
 )
 """Columns of the tokens table, and values computed from them (`token_values`), that `tokens --by` sorts by."""
 GOING_ON = "running"
+MOST_CAUSES = 3
+"""Causes that `show` begins with."""
 
 
 def show(run: Run) -> RenderableType:
-    """One run, to be printed by rich: headline, curves, accuracy, sharpness, events and cost."""
-    return to_terminal(run_sections(run))
+    """One run, to be printed by rich: causes, headline, curves, accuracy, sharpness, events and cost."""
+    return to_terminal([*cause_sections(run), *run_sections(run)])
+
+
+def cause_sections(run: Run) -> list[Section]:
+    """The causes that a run shows, the first one first; without one, identities that are violated for an open reason."""
+    found = verdict(run)
+    sections = []
+    for cause in found.causes[:MOST_CAUSES]:
+        title = "Also fits" if sections else "Cause"
+        lines = [printable(line) for line in (cause.sentence, *cause.details)]
+        sections.append(Section(title, "\n".join(lines)))
+    if not sections and found.violated:
+        lines = [found.count, *(open_text(result) for result in found.violated)]
+        sections.append(Section("No cause is named", "\n".join(lines)))
+    return sections
 
 
 def path_sections(paths: Sequence[str | Path]) -> list[Section]:
@@ -54,7 +72,9 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
         runs = load_runs(paths)
         if not len(runs):
             load_run(Path(paths[0]))  # says why there is none
-        return run_sections(runs[0]) if len(runs) == 1 and not runs.skipped else runs_sections(runs)
+        if len(runs) > 1 or runs.skipped:
+            return runs_sections(runs)
+        return [*cause_sections(runs[0]), *run_sections(runs[0])]
 
 
 def show_headline(paths: Sequence[str | Path]) -> RenderableType:

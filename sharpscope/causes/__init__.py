@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from sharpscope.causes import rewards, sampling, supervised, updates
 from sharpscope.causes.identity import REGISTRY, Identity, Result, check_recorded
+from sharpscope.causes.log import causes_of_log
 from sharpscope.causes.named import Cause, name_causes
 from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.verdict import Verdict
 from sharpscope.traces import Run
 
 
 def check(run: Run) -> list[Result]:
     """The identities of a run whose columns were recorded, each with its value and whether it holds."""
-    return list(check_recorded(Recorded.of(run)).values())
+    return verdict(run).results
 
 
-def causes_of(run: Run) -> list[Cause]:
-    """The causes that a run shows, the first to look at first; empty if every identity holds."""
-    recorded = Recorded.of(run)
-    return name_causes(check_recorded(recorded), recorded)
+def verdict(run: Run) -> Verdict:
+    """The identities of a run, and the causes that they show."""
+    return Verdict.of(Recorded.of(run))

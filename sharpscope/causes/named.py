@@ -41,6 +41,18 @@ class Cause:
     check: str
     identity: str
 
+    @property
+    def details(self) -> tuple[str, ...]:
+        """The lines below the sentence."""
+        rows = {
+            "evidence": self.evidence,
+            "show": self.show,
+            "wrong": self.wrong,
+            "change": self.change,
+            "check": self.check,
+        }
+        return tuple(f"{name:<9}{text}" for name, text in rows.items() if text)
+
 
 Found = Mapping[str, Facts]
 """Violated identity -> its facts, with its value."""

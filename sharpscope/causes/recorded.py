@@ -127,22 +127,22 @@ class Recorded:
     def prefix(self) -> np.ndarray:
         """Of each token in `drawn` a number that two tokens share if their step, group and completion so far are equal."""
         tokens = self.drawn
-        order = tokens.sort_values(["step", "rollout", "position"], kind="stable").index
-        ids = tokens["token_id"].to_numpy(np.uint64)[order]
-        start = tokens["position"].to_numpy()[order] == 0
-        keys = np.zeros(len(order), dtype=np.uint64)
-        seed = (tokens["step"] * 100_003 + tokens["group"].fillna(-1)).to_numpy()[order]
-        value = np.uint64(0)
+        order = np.lexsort((tokens["position"], tokens["rollout"], tokens["step"]))
+        mixed = tokens["token_id"].to_numpy(np.uint64)[order] + np.uint64(1)
+        place = tokens["position"].to_numpy(np.int64)[order]
         with np.errstate(over="ignore"):
-            for index, (token, first) in enumerate(zip(ids, start, strict=True)):
-                value = np.uint64(int(seed[index]) & 0xFFFFFFFF) if first else value
-                value = (value ^ token) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0x7F4A7C15)
-                keys[index] = value
-        unordered = np.empty_like(keys)
-        unordered[order.to_numpy()] = keys
-        return unordered
+            powers = np.multiply.accumulate(np.full(place.max() + 1, _BASE, dtype=np.uint64))
+            sums = np.add.accumulate(mixed * powers[place])
+            first = np.maximum.accumulate(np.where(place == place.min(), np.arange(len(place)), 0))
+            sums = sums - sums[first] + (mixed * powers[place])[first]
+            group = tokens["step"].to_numpy(np.int64) * 1_000_003 + tokens["group"].fillna(-1)
+            sums = (sums ^ group.to_numpy(np.int64).astype(np.uint64)[order]) * _BASE
+        keys = np.empty_like(sums)
+        keys[order] = sums
+        return keys
 
 
+_BASE = np.uint64(0x9E3779B97F4A7C15)
 TOKEN_COLUMNS = (
     *("step", "rollout", "position", "update", "token_id", "logp", "behavior_logp", "entropy"),
     *("collision", "advantage", "ratio", "loss_coef", "kl_coef", "ref_logp", "attribution"),

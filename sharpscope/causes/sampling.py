@@ -192,19 +192,6 @@ def sampler_temperature(recorded: Recorded) -> Measured | None:
 
 
 @identity
-def first_ratio(recorded: Recorded) -> Measured | None:
-    """Mean |ln π − ln π_old| of tokens in the first update of their step: both are of the same weights [nats]."""
-    tokens = recorded.drawn
-    first = tokens[tokens["update"] == 0] if len(tokens) else tokens
-    ratio = first["ratio"].to_numpy(float) if len(first) else np.zeros(0)
-    known = np.isfinite(ratio) & (ratio > 0)
-    if known.sum() < FEWEST_TOKENS:
-        return None
-    facts = {"largest": float(ratio[known].max()), "step": first_step(first)}
-    return Measured(value=float(np.abs(np.log(ratio[known])).mean()), facts=facts)
-
-
-@identity
 def equal_prefixes(recorded: Recorded) -> Measured | None:
     """Spread of ln(π/π_old) among tokens of one update whose group and completion so far are equal [nats]."""
     tokens = recorded.drawn

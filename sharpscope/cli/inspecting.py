@@ -186,7 +186,16 @@ def diagnose(
       sharpscope diagnose wandb.csv --map reward=my/score
     """
     from sharpscope.diagnose import diagnose as run_rules
+    from sharpscope.diagnose.causes import stopped_causes
 
+    if stopped := stopped_causes(path):
+        rows = [{"sentence": c.sentence, "step": c.step, "details": c.details} for c in stopped]
+        lines = [line for c in stopped for line in (c.sentence, *c.details)]
+        if json:
+            print_json({"finding": stopped[0].sentence, "causes": rows, "findings": []})
+        else:
+            typer.echo("\n".join(printable(line) for line in lines))
+        return
     found = run_rules(path, read_pairs("--map", map_ or [], "reward=my/score"))
     layers = _layers(found)
     if json:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from sharpscope.diagnose.causes import shown_causes
 from sharpscope.diagnose.findings import Change, Finding, changes, find, order_of
 from sharpscope.diagnose.logs import BY_NAME, Log, read_log
 from sharpscope.errors import UserError
@@ -198,11 +199,14 @@ def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None) -> Diag
     log = read_log(path, mapping)
     found = changes(log)
     findings = find(log, found)
-    if not findings and len(log.frame) < FEWEST:
+    causes = shown_causes(log)
+    if not findings and not causes and len(log.frame) < FEWEST:
         raise UserError(
             f"{path}: {len(log.frame)} step{'s'[: len(log.frame) > 1]}; a judgement needs {FEWEST} or more"
         )
-    return Diagnosis(log, findings, order_of(findings, found))
+    return Diagnosis(log, findings, order_of(findings, found)).with_causes(
+        [Cause(sentence=c.sentence, step=c.step, details=c.details) for c in causes]
+    )
 
 
 def sparkline(values: np.ndarray, width: int = 40, log: bool = False) -> str:
