@@ -54,8 +54,7 @@ def show(run: Run) -> RenderableType:
 
 def cause_sections(run: Run) -> list[Section]:
     """The causes that a run shows, the first one first; without one, identities that are violated for an open reason."""
-    found = verdict(run)
-    sections = []
+    found, sections = verdict(run), list[Section]()
     for cause in found.causes[:MOST_CAUSES]:
         title = "Also fits" if sections else "Cause"
         lines = [printable(line) for line in (cause.sentence, *cause.details)]
