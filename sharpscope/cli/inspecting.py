@@ -194,7 +194,7 @@ def diagnose(
         if json:
             print_json({"finding": stopped[0].sentence, "causes": rows, "findings": []})
         else:
-            typer.echo("\n".join(printable(line) for line in lines))
+            say("\n".join(lines))
         return
     found = run_rules(path, read_pairs("--map", map_ or [], "reward=my/score"))
     layers = _layers(found)
