@@ -65,9 +65,12 @@ class RolloutSpec(SamplingSpec):
     """The rollouts of a step: prompts × completions."""
 
     temperature: float = Field(1.0, gt=0, le=10, description="divisor of the logits")
-    prompts_per_step: int = Field(24, ge=1, description="distinct prompts per step")
+    prompts_per_step: int = Field(24, ge=1, le=1_000_000, description="distinct prompts per step")
     group_size: int = Field(
-        8, ge=2, description="completions per prompt, G; advantages are relative to the group"
+        8,
+        ge=2,
+        le=65_536,
+        description="completions per prompt, G; advantages are relative to the group",
     )
 
 

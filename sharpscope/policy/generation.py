@@ -22,6 +22,7 @@ from sharpscope.policy.loading import Policy
 from sharpscope.policy.rollouts import Completions, join_rollouts, padded
 from sharpscope.policy.sharding import unsharded
 from sharpscope.tasks import Example, InteractiveTask, Reward, Task, respond_all
+from sharpscope.tasks.math import limited_step
 
 # -- Prompts
 
@@ -297,9 +298,11 @@ def draw_scored(
                 policy, prompts, group_size, spec, generator, replying, selected, first + part.start
             )
     if drawn is not None:
-        rewards = [
-            task.score(selected[row // group_size], text) for row, text in enumerate(drawn.texts)
-        ]
+        with limited_step():
+            rewards = [
+                task.score(selected[row // group_size], text)
+                for row, text in enumerate(drawn.texts)
+            ]
         if distributed.world_size() == 1:
             return drawn, rewards
         drawn = replace(drawn, group=drawn.group + part.start).to(torch.device("cpu"))

@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sharpscope.errors import UserError, nearest
 
+MOST = 2**31
+"""Bound on the whole numbers of a configuration."""
+
 
 class Spec(BaseModel):
     """Base of every configuration model: frozen, rejects unknown keys and non-finite numbers, validates defaults."""
@@ -45,6 +48,14 @@ class Spec(BaseModel):
             if isinstance(value, bool) and types_ & {int, float} and not types_ & {bool, Any}:
                 raise ValueError(f"{name} = {value}: must be a number, not true or false")
         return data
+
+    @model_validator(mode="after")
+    def _no_boundless_number(self) -> Self:
+        """Sizes, counts and seeds fit in 32 bits; a larger one would end in an error far from here."""
+        for name, value in self:
+            if isinstance(value, int) and abs(value) >= MOST:
+                raise ValueError(f"{name} = {value:.3g}: must be below {MOST:,}")
+        return self
 
 
 CONSTANTS: dict[str, Any] = {

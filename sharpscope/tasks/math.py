@@ -2,9 +2,9 @@
 
 A family is a function from a level and a random generator to a question and its answer. Benchmarks in files are read by the task `dataset`.
 
-The timeout of math-verify uses signals, which need the main thread and do not interrupt long operations of sympy. Here one worker process
-(`math_worker.py`) serves all threads, and is killed where an answer exceeds the time limit. A process pool of Python would run a user's
-script again in its workers, and cannot be used below another pool.
+The timeout of math-verify uses signals, which need the main thread and do not interrupt long operations of sympy. Here one
+worker process (`math_worker.py`) serves all threads; what it forks to compare is killed where an answer exceeds the time limit.
+A process pool of Python would run a user's script again in its workers, and cannot be used below another pool.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import chain
@@ -39,8 +43,12 @@ from sharpscope.tasks.base import (
 
 # -- the scorer
 
-TIME_LIMIT = 5.0
+TIME_LIMIT = 1.0
 """Time limit of one comparison [s]."""
+STEP_LIMIT = 30.0
+"""Time limit of all comparisons of a step [s]; answers that are left are wrong, with `parts["timed_out"]` = 1."""
+GRACE = 5.0
+"""How much longer than its limit the worker process may take before it is killed and started again [s]."""
 LONGEST_ANSWER = 500
 """Longest answer that is parsed [characters]; longer ones are wrong, because parsing takes more than linear time."""
 START_LIMIT = 120.0
@@ -76,7 +84,7 @@ def score_math(text: str, truths: Sequence[str]) -> Reward:
 
 
 def equal(gold: str, answer: str) -> bool | None:
-    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds TIME_LIMIT or the memory.
+    """Whether two answers in LaTeX are mathematically equal; None if the comparison exceeds a time limit or the memory.
 
     Raises:
         UserError: math-verify is not installed.
@@ -85,8 +93,37 @@ def equal(gold: str, answer: str) -> bool | None:
         return False
     if gold == answer:
         return True
-    line = _workers.setdefault(os.getpid(), _Worker()).ask(json.dumps([gold, answer]))
-    return line == "true\n" if line else None
+    step = _step.get()
+    seconds = TIME_LIMIT if step is None else min(TIME_LIMIT, step.left)
+    if seconds <= 0:
+        return None
+    worker = _workers.setdefault(os.getpid(), _Worker())
+    worker.start()
+    began = time.monotonic()
+    line = worker.ask(json.dumps([gold, answer, seconds]), seconds + GRACE)
+    if step is not None:
+        step.left -= time.monotonic() - began
+    return {"true\n": True, "false\n": False}.get(line)
+
+
+@dataclass
+class _StepTime:
+    """Time that is left for the comparisons of a step [s]."""
+
+    left: float
+
+
+_step: ContextVar[_StepTime | None] = ContextVar("step", default=None)
+
+
+@contextmanager
+def limited_step() -> Iterator[None]:
+    """Within it all comparisons together take at most STEP_LIMIT; within another one nothing changes."""
+    token = _step.set(_step.get() or _StepTime(STEP_LIMIT))
+    try:
+        yield
+    finally:
+        _step.reset(token)
 
 
 class _Worker:
@@ -96,32 +133,33 @@ class _Worker:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
 
-    def ask(self, request: str) -> str:
-        """The line that the process answers; empty if it ended or was killed after TIME_LIMIT."""
+    def start(self) -> None:
+        """Start the process if none runs."""
         with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                if importlib.util.find_spec("math_verify") is None:
-                    raise UserError(
-                        "math scorer: needs math-verify; pip install 'sharpscope[math]'"
-                    )
-                command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
-                pipe, null = subprocess.PIPE, subprocess.DEVNULL
-                self.process = subprocess.Popen(
-                    command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8"
-                )
-                if self._line(self.process, "", START_LIMIT) != "ready\n":
-                    why = (
-                        "the worker process does not start; check `python -c 'import math_verify'`"
-                    )
-                    raise UserError(f"math scorer: {why}")
-            return self._line(self.process, f"{request}\n", TIME_LIMIT)
+            if self.process is not None and self.process.poll() is None:
+                return
+            if importlib.util.find_spec("math_verify") is None:
+                raise UserError("math scorer: needs math-verify; pip install 'sharpscope[math]'")
+            command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
+            pipe, null = subprocess.PIPE, subprocess.DEVNULL
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8"
+            )
+            if self._line(self.process, "", START_LIMIT) != "ready\n":
+                why = "the worker process does not start; check `python -c 'import math_verify'`"
+                raise UserError(f"math scorer: {why}")
+
+    def ask(self, request: str, time_limit: float) -> str:
+        """The line that the process answers; empty if it ended or was killed after `time_limit`."""
+        with self.lock:
+            return "" if self.process is None else self._line(self.process, request, time_limit)
 
     def _line(self, process: subprocess.Popen[str], request: str, time_limit: float) -> str:
         assert process.stdin is not None and process.stdout is not None
         timer = threading.Timer(time_limit, process.kill)
         timer.start()
         try:
-            process.stdin.write(request)
+            process.stdin.write(f"{request}\n" if request else "")
             process.stdin.flush()
             line = process.stdout.readline()
         except OSError:  # the process ended

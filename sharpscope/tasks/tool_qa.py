@@ -14,7 +14,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from http.client import HTTPException
+from http.client import HTTPException, HTTPResponse
 from random import Random
 from typing import Any
 
@@ -31,11 +31,14 @@ from sharpscope.tasks.base import (
     take,
 )
 from sharpscope.tasks.dataset import SCORERS, DatasetTask
+from sharpscope.untrusted import bound, parse_json, too_large
 
 # -- retrieval
 
 RETRIES, TIMEOUT = 3, 10.0
 """Retries of a failed request to a retrieval server, and time limit of a request [s]."""
+LARGEST_RESPONSE, SLOWEST_RESPONSE = 64_000_000, 60.0
+"""Largest response of a retrieval server [bytes], and the longest time that it may take to arrive [s]."""
 TITLE_WEIGHT = 3
 """Number of repetitions of a title in the indexed text, so that the passage about an entity ranks above mentions of it."""
 
@@ -118,7 +121,7 @@ class HttpRetriever:
                 time.sleep(min(0.1 * 2**attempt, 5.0))
             try:
                 with self._opener.open(request, timeout=TIMEOUT) as response:
-                    results = json.load(response)["result"]
+                    results = parse_json(_content(response))["result"]
                 if len(results) != len(queries):
                     raise ValueError(f"{len(results)} results for {len(queries)} queries")
                 return [[_passage(hit) for hit in hits][: self._top] for hits in results]
@@ -137,6 +140,18 @@ class HttpRetriever:
                 problem = first_line(error)
         why = f"no valid response ({problem}); check that the retrieval server is running"
         raise UserError(f"task.retriever_url = '{self._url}': {why}")
+
+
+def _content(response: HTTPResponse) -> bytes:
+    """Content of a response; ValueError if it is larger than LARGEST_RESPONSE or takes longer than SLOWEST_RESPONSE."""
+    content, began = bytearray(), time.monotonic()
+    while chunk := response.read1(1 << 16):
+        content += chunk
+        if len(content) > bound(LARGEST_RESPONSE):
+            raise ValueError(too_large("the response", len(content), LARGEST_RESPONSE))
+        if time.monotonic() - began > SLOWEST_RESPONSE:
+            raise ValueError(f"the response was not complete after {SLOWEST_RESPONSE:g} s")
+    return bytes(content)
 
 
 def _passage(hit: Any) -> Passage:

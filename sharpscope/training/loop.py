@@ -44,7 +44,7 @@ from sharpscope.training.learner import (
     reference_policy,
     set_learning_rate,
 )
-from sharpscope.training.rollouts import DataOrder, draw_rollouts, split_examples
+from sharpscope.training.rollouts import DataOrder, draw_rollouts, split_examples, timed_out_events
 from sharpscope.untrusted import visible
 
 if TYPE_CHECKING:
@@ -363,7 +363,8 @@ class _Run:
         row = steps_row(step, batch, result, method, progress, lr)
         health.after_updates(row)
         self.quantities.rows.append(health.values)
-        self._report([*health.events, *observer.events, *self._result_events(step, result)])
+        told = [*self._result_events(step, result), *timed_out_events(step, batch.rewards)]
+        self._report([*health.events, *observer.events, *told])
         largest = max(
             (update.plain_norm for update in result.updates if not update.skipped), default=0.0
         )

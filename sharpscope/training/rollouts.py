@@ -15,8 +15,10 @@ from sharpscope.methods.advantages import estimate_advantages, overlong_penalty
 from sharpscope.methods.method import DecoupledAdvantage
 from sharpscope.policy import Policy, Rollouts, RolloutSpec, TokenStats, draw_scored, join_rollouts
 from sharpscope.recording.step import RolloutBatch
+from sharpscope.rules.judging import Event
 from sharpscope.seeds import derive, generator
 from sharpscope.tasks import Example, Reward, Task
+from sharpscope.tasks.math import STEP_LIMIT, TIME_LIMIT, limited_step
 
 MAX_REDRAWS = 10
 """Rounds of dynamic sampling per step."""
@@ -50,6 +52,7 @@ class DataOrder:
         return taken
 
 
+@limited_step()
 def draw_rollouts(
     policy: Policy,
     task: Task,
@@ -102,6 +105,16 @@ def draw_rollouts(
         stats = statistics(rollouts)
     advantage = step_advantages(method, rollouts, rewards, stats)
     return RolloutBatch(examples, rollouts, rewards, advantage, redrawn, stats)
+
+
+def timed_out_events(step: int, rewards: Sequence[Reward]) -> list[Event]:
+    """An event if answers of a step took too long to compare."""
+    count = sum(reward.parts.get("timed_out", 0.0) > 0 for reward in rewards)
+    if not count:
+        return []
+    limits = f"{TIME_LIMIT:g} s an answer, {STEP_LIMIT:g} s a step"
+    text = f"{count} of {len(rewards)} answers took too long to compare ({limits}) and score 0"
+    return [Event(step, "timed_out", "warning", count / len(rewards), 0.0, "none", text)]
 
 
 def step_advantages(

@@ -305,3 +305,12 @@ def test_the_presets_have_the_published_settings():
     task, config = preset("search_r1").task, preset("deepscaler")
     assert (task.style, task.turns, task.top) == ("search_r1", 4, 3)
     assert config.evaluation.samples == 16 and config.task.scorer == "math"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("rollout.group_size", 1e50), ("rollout.group_size", 10**6), ("evaluation.prompts", 10**30)],
+)
+def test_a_number_without_bound_is_refused(field, value):
+    with pytest.raises(UserError, match=field.rpartition(".")[2]):
+        build_config(values={field: value})

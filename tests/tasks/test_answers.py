@@ -27,6 +27,7 @@ from sharpscope.tasks.answers import (
     score_value,
 )
 from sharpscope.tasks.math import FAMILIES, LEVELS, score_math, unordered
+from sharpscope.training.rollouts import timed_out_events
 
 FINAL = [
     ("42", "42"),
@@ -370,6 +371,30 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read(monkeypatch
     process.kill()
     process.wait()
     assert score_math("4/8", ["1/2"]).correct
+
+
+HOSTILE = ["9^{9^{9^{9}}}", "\\sum_{n=1}^{10^{9}} n^{-1}", "(x+1)^{99999}", "10^{10^{8}}!"]
+
+
+@needs_math_verify
+def test_a_step_of_hostile_answers_ends_in_time_and_the_rest_is_wrong(monkeypatch):
+    assert score_math("2/6", ["1/3"]).correct  # the worker has started
+    monkeypatch.setattr(math_module, "TIME_LIMIT", 0.2)
+    monkeypatch.setattr(math_module, "STEP_LIMIT", 1.0)
+    began = time.monotonic()
+    with math_module.limited_step():
+        hostile = [score_math(f"\\boxed{{{HOSTILE[n % 4]}}}", ["5"]) for n in range(40)]
+        after = score_math("\\boxed{2/4}", ["1/2"])
+        assert score_math("\\boxed{1/2}", ["1/2"]).correct  # equal texts take no time
+    took = time.monotonic() - began
+    assert took < 4.0, took
+    assert all(not reward.correct for reward in hostile)
+    assert sum(reward.parts["timed_out"] for reward in hostile) > 20
+    assert after.parts == {"answer": 0.0, "timed_out": 1.0}
+    assert score_math("2/4", ["1/2"]).correct  # the next step
+    (event,) = timed_out_events(3, [*hostile[:3], score_math("2/4", ["1/2"])])
+    assert (event.rule, event.step, event.value) == ("timed_out", 3, 0.75)
+    assert timed_out_events(3, [score_math("2/4", ["1/2"])]) == []
 
 
 def _in_child(answer: str) -> bool:

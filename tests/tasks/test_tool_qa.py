@@ -103,6 +103,28 @@ def test_a_passing_failure_is_retried(client, act):
     assert server.seen == [{"queries": ["a b", "c"], "topk": 2, "return_scores": True}] * 3
 
 
+def test_a_response_is_bounded_in_size_and_time(client, monkeypatch):
+    class Endless:
+        """A response that never ends."""
+
+        def read1(self, size):
+            return b" " * size
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    client._opener = type("Opener", (), {"open": lambda *_, **__: Endless()})()
+    monkeypatch.setenv("SHARPSCOPE_BOUNDS", "0.01")
+    with pytest.raises(UserError, match=r"above the bound of 0\.6 MB.*SHARPSCOPE_BOUNDS"):
+        client.search(["a"])
+    monkeypatch.setattr("sharpscope.tasks.tool_qa.SLOWEST_RESPONSE", -1.0)
+    with pytest.raises(UserError, match="not complete after"):
+        client.search(["a"])
+
+
 def test_a_lasting_failure_names_the_server(client):
     says = r"retriever_url = 'http://127.*no valid response \({}.*check that the retrieval server is running"
     for plan, problem in (["503"] * 4, "status 503"), (["404"], "status 404"):
