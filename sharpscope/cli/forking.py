@@ -22,6 +22,8 @@ from sharpscope.cli.console import (
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
+
     from sharpscope.analysis.sections import Section
     from sharpscope.forks import Rotations
 
@@ -164,6 +166,9 @@ def rotate(
     ] = None,
     seed: Annotated[int | None, Option(help="Seed of the batch, with --model. Default: 0.")] = None,
     set_: Set = None,
+    batches: Annotated[
+        int | None, Option(min=1, help="Default: 4; 1 where more than 20 million weights train.")
+    ] = None,
     warm_up: Annotated[
         int, Option(min=0, help="With --model: batches that fill the optimizer's moments.")
     ] = 0,
@@ -175,10 +180,10 @@ def rotate(
     ] = False,
     out: Annotated[Path | None, Option(help="Folder. Default: rotation, or RUN/rotation.")] = None,
 ) -> None:
-    """Show how far methods turn the gradient, and the optimizer's step, of one batch from plain GRPO's. Nothing is trained.
+    """Show how far methods turn the gradient, and the optimizer's step, from plain GRPO's on several batches. Nothing is trained.
 
-    A method with weights or masks is compared with itself at weights 1, any other with plain GRPO. A rotation far below the
-    angle that the noise of the batch makes, also shown, is hard to see in training.
+    A method with weights or masks is compared with itself at weights 1, any other with plain GRPO. A turn adds up over steps
+    while the noise of a batch, also shown, averages out: the last column says after how many steps the turn is the larger one.
 
     Examples:
       sharpscope rotate --model embedded:knights_knaves --methods grpo-sg,ar,cispo
@@ -196,6 +201,7 @@ def rotate(
         task=task,
         seed=seed,
         overrides=set_ or (),
+        batches=batches,
         warm_up=warm_up,
         measure=measure,
         on_progress=tell,
@@ -206,24 +212,20 @@ def rotate(
 
 
 def _sections(rotations: Rotations) -> list[Section]:
-    """The batch, a row for each method, and what the columns mean."""
+    """The batches, a row for each method, those that turn the gradient furthest first, and what the columns mean."""
     import pandas as pd
 
     from sharpscope.analysis.sections import Section
+    from sharpscope.forks.rotating import STILL
     from sharpscope.policy.directions import NOISE_BOUND
 
     batch = rotations.batch
     where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
     title = (
-        f"{batch['model']} on {batch['task']}, {where}: {batch['prompts']} prompts ({batch['informative_prompts']} with different "
-        f"rewards), {batch['completions']} completions, {batch['tokens']} tokens"
+        f"{batch['model']} on {batch['task']}, {where}: {batch['batches']} batches; the first has {batch['prompts']} prompts "
+        f"({batch['informative_prompts']} with different rewards), {batch['completions']} completions, {batch['tokens']} tokens"
     )
-    noise = (
-        "unknown for one prompt" if math.isnan(rotations.noise) else f"about {rotations.noise:.0f}°"
-    )
-    if rotations.noise >= NOISE_BOUND:
-        noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
-    table = rotations.table
+    table = rotations.table.sort_values("gradient_rotation", ascending=False, kind="stable")
     named = table["method"] + table["reference"].map(lambda of: " *" if of == "unweighted" else "")
     notes = [f"{name}: {why}" for name, why in zip(named, table["problem"], strict=True) if why]
     if batch["recorded"] is not None:
@@ -232,24 +234,52 @@ def _sections(rotations: Rotations) -> list[Section]:
             if batch["recorded"]
             else "are not those (another machine or version, or --set)"
         )
-        notes.append(f"The completions {same} that the run recorded at this step.")
+        notes.append(f"The first batch's completions {same} that the run recorded at this step.")
+    plain = table[table["reference"] == "grpo"].head(1)
+    noise = "unknown for one prompt"
+    if len(plain) and not math.isnan(rotations.noise):
+        noise = "about " + _ranged(plain, "noise").iloc[0]
+    if rotations.noise >= NOISE_BOUND:
+        noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
+    of = "the batches" if batch["range_of"] == "batches" else "the two halves of the prompts"
     notes += [
-        f"Noise of this batch: {noise} between its gradient (plain GRPO) and the expected one.",
-        "gradient, update: rotation and ratio of norms against plain GRPO (*: against the same method with weights 1); kept: share of "
-        "that gradient on tokens that keep one; dose: length of the difference of both updates, in units of the reference's; bound: the "
-        "largest rotation by weights alone if tokens' gradients are orthogonal.",
+        f"Noise of a batch: {noise} between its gradient (plain GRPO) and the expected one.",
+        f"gradient, update: rotation against plain GRPO (*: against the same method with weights 1), mean and range over {of}; length: "
+        "ratio of the gradients' norms; kept: share of that gradient on tokens that keep one; dose: length of the difference of both "
+        "updates, in units of the reference's.",
+        "steps: until the turn passes the noise, (tan noise / tan angle)²; a turn adds up, the noise of k steps falls as 1/√k.",
     ]
     columns = {
-        "gradient": ("gradient_rotation", "{:.1f}°"),
-        "scale": ("gradient_scale", "{:.2f}"),
+        "length": ("gradient_scale", "{:.2f}"),
         "kept": ("gradient_kept", "{:.1%}"),
-        "update": ("update_rotation", "{:.1f}°"),
-        "its scale": ("update_scale", "{:.2f}"),
         "dose": ("update_difference", "{:.2f}"),
-        "bound": ("rotation_bound", "{:.1f}°"),
+        "steps": ("steps_to_pass", "{:,.0f}"),
     }
     shown = {
-        title: table[name].map(form.format, na_action="ignore").fillna("–")
-        for title, (name, form) in columns.items()
+        name: table[column].map(form.format, na_action="ignore").fillna("–")
+        for name, (column, form) in columns.items()
     }
-    return [Section(title, pd.DataFrame({"method": named} | shown)), Section("", "\n".join(notes))]
+    angles = {name: _ranged(table, f"{name}_rotation") for name in ("gradient", "update")}
+    still = table["gradient_rotation"] < STILL
+    shown["steps"] = shown["steps"].mask(still, "–")
+    reason = (
+        table["verdict"]
+        .str.split("; ")
+        .str[0]
+        .where(still | table["verdict"].str.contains("; "), "")
+    )
+    frame = pd.DataFrame({"method": named} | angles | shown | {"because": reason})
+    return [Section(title, frame), Section("", "\n".join(notes))]
+
+
+def _ranged(table: pd.DataFrame, column: str) -> pd.Series:
+    """Mean and range of an angle over batches, as `6.9° (6.4–7.2)`."""
+
+    def shown(row: pd.Series) -> str:
+        mean, low, high = (row[name] for name in (column, f"{column}_low", f"{column}_high"))
+        if math.isnan(mean):
+            return "–"
+        known = not math.isnan(low) and high > low
+        return f"{mean:.1f}°" + (f" ({low:.1f}–{high:.1f})" if known else "")
+
+    return table.apply(shown, axis=1)

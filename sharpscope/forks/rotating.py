@@ -25,7 +25,7 @@ from sharpscope.methods import (
     same_at_one_update,
 )
 from sharpscope.methods.loss import policy_loss, token_normalizer
-from sharpscope.methods.method import CurvatureTokens, Kl, Method
+from sharpscope.methods.method import CurvatureTokens, DualClip, Kl, Method, PpoClip, Sampling
 from sharpscope.methods.plan import (
     TOKEN_COLUMNS,
     StepTensors,
@@ -60,7 +60,11 @@ _NUMBERS = [
 _NUMBERS += ["update_difference", "rotation_bound", "weight_mean", "weight_mean_gradient"]
 _NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
 _NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
-_NUMBERS += ["entropy_rank", "kl_rank", "kl_rank_norm"]
+_NUMBERS += ["entropy_rank", "kl_rank", "kl_rank_norm", "noise"]
+RANGED = ("gradient_rotation", "update_rotation", "noise")
+"""Columns whose smallest and largest value over the batches the table has too, as `NAME_low` and `NAME_high`."""
+BATCHES, LARGE_MODEL = 4, 20_000_000
+"""Batches by default, and the number of trained parameters from which on it is one, whose halves give the range."""
 
 
 @dataclass(frozen=True)
@@ -68,35 +72,41 @@ class Rotations:
     """Result of `rotate`.
 
     Attributes:
-        table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then as in the
-            trace `gradient_rotation` and `update_rotation` [degrees], `gradient_scale`, `update_scale`, `weight_mean`,
-            `weight_mean_gradient`, `weight_saturation_low_gradient`, `weight_saturation_high_gradient`; `rotation_bound`
-            [degrees] of methods that differ by their weights alone; `gradient_kept`: share of the reference's gradient, tokens
-            counted by |c|·‖p − e_y‖, on tokens that have a gradient in the method too; `update_difference`: ‖Δ − Δ_ref‖/‖Δ_ref‖
-            of the steps; `problem`: why a method could not be computed, else empty. With `measure`: by bin of tokens
-            (`token_bins`) the predicted share of the entropy change, Σ c·polarity over Σ |c·polarity| of all tokens, and the
-            measured mean change after the update [nats / token]; `entropy_rank`, Spearman's correlation of the two over tokens;
-            `kl_rank`, that of CAPO's m_F (`flat_curvature`) and the measured k3 estimate of KL(π_old‖π) of the token, and
-            `kl_rank_norm`, that of ‖p − e_y‖ and the same.
-        noise: estimated angle between plain GRPO's gradient on the batch and its expectation [degrees]; NaN for one prompt.
-        batch: `model`, `task`, `seed`, `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose
-            rewards differ, and `recorded`: whether the completions are those that the run has recorded (None: no record).
-        methods: by name, as compared, their constants calibrated.
+        table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then means over the
+            batches, named as in the trace: `gradient_rotation` and `update_rotation` [degrees], `gradient_scale`, `update_scale`,
+            `weight_mean`, `weight_mean_gradient`, `weight_saturation_low_gradient`, `weight_saturation_high_gradient`;
+            `rotation_bound` [degrees] of methods that differ by their weights alone; `gradient_kept`: share of the reference's
+            gradient, tokens counted by |c|·‖p − e_y‖, on tokens that have a gradient in the method too; `update_difference`:
+            ‖Δ − Δ_ref‖/‖Δ_ref‖ of the steps; `noise`: estimated angle between the reference's gradient on a batch and its
+            expectation [degrees]. The ranges over the batches are `gradient_rotation_low`, `gradient_rotation_high` and those of
+            `update_rotation` and `noise`. `steps_to_pass`: steps after which a turn by the mean angle, which adds up, passes the
+            noise, which averages out, (tan noise/tan angle)²; `verdict`: what the row says, in words; `problem`: why a method
+            could not be computed, else empty. With `measure`: by bin of tokens (`token_bins`) the predicted share of the entropy
+            change, Σ c·polarity over Σ |c·polarity| of all tokens, and the measured mean change after the update [nats / token];
+            `entropy_rank`, Spearman's correlation of the two over tokens; `kl_rank`, that of CAPO's m_F (`flat_curvature`) and the
+            measured k3 estimate of KL(π_old‖π) of the token, and `kl_rank_norm`, that of ‖p − e_y‖ and the same.
+        each: a row per method and batch (`batch`, from 1), with the columns of `table` that are no ranges and verdicts.
+        noise: mean of `noise` for plain GRPO's gradient [degrees]; NaN for one prompt.
+        batch: `model`, `task`, `seed`, number of `batches`, `range_of` (batches, or halves of the prompts of the only one), and of the
+            first batch: `step`, numbers of `prompts`, `completions`, `tokens` and of `informative_prompts`, whose rewards differ, and
+            `recorded`: whether the completions are those that the run has recorded (None: no record).
+        methods: by name, as compared, their constants calibrated on the first batch.
     """
 
     table: pd.DataFrame
+    each: pd.DataFrame
     noise: float
     batch: Mapping[str, Any]
     methods: Mapping[str, Method]
 
     def figure(self) -> Figure:
-        """The angle of each method's gradient and update, with the angle of the batch's noise."""
+        """The angle of each method's gradient and update with its range, and the angle of the batch's noise."""
         from sharpscope.analysis.plots import rotation
 
         return rotation(self.table.assign(noise=self.noise), style="paper").figure
 
     def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
-        """Write rotation.csv, .json, .png and .svg, with `plot` also weights.png and .svg, to a folder; returns their paths."""
+        """Write rotation.csv, .json, .png and .svg, batches.csv, with `plot` also weights.png and .svg, to a folder; returns their paths."""
         from sharpscope.analysis.plots import save, weight_functions
         from sharpscope.analysis.text import csv_text
         from sharpscope.traces import write_atomic
@@ -105,12 +115,14 @@ class Rotations:
         folder.mkdir(parents=True, exist_ok=True)
         table, record = folder / "rotation.csv", folder / "rotation.json"
         write_atomic(table, csv_text(self.table))
+        each = folder / "batches.csv"
+        write_atomic(each, csv_text(self.each))
         noise = None if math.isnan(self.noise) else self.noise
         content = {"batch": dict(self.batch), "noise_rotation": noise}
         record.write_text(
             json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
         )
-        paths = [table, record, *save(self.figure(), folder, "rotation")]
+        paths = [table, record, each, *save(self.figure(), folder, "rotation")]
         curves = weight_curves(self.methods) if plot else None
         if curves is None or curves.empty:
             return paths
@@ -126,25 +138,28 @@ def rotate(
     task: str | None = None,
     seed: int | None = None,
     overrides: Sequence[str] = (),
+    batches: int | None = None,
     warm_up: int = 0,
     measure: bool = False,
     on_progress: Tell | None = None,
 ) -> Rotations:
-    """Compare the first update of methods with that of plain GRPO, or of the method with weights 1, on one batch.
+    """Compare the first update of methods with that of plain GRPO, or of the method with weights 1, on several batches.
 
     Every method gets the same completions and rewards, and starts from the same weights and optimizer state; nothing is
-    trained. The whole batch is one update. Weights with constants to calibrate are calibrated on the batch; the run's own
+    trained. A whole batch is one update. Weights with constants to calibrate are calibrated on the first batch; the run's own
     method has the run's constants. A method of two passes (Lopti) is compared by its first pass. Methods that change the ratio
     or the clip only are plain GRPO in the first update.
 
     Args:
         methods: `[name=]method[+field=value…]`, such as `grpo-sg+weight.U=4`; None: all methods and two controls.
-        run: folder of a run: its weights, optimizer state and next batch at a checkpoint.
+        run: folder of a run: its weights, optimizer state and next batches at a checkpoint.
         checkpoint: the step of the checkpoint, or its name; 0 is the run's initial policy. None: the last one.
         model: in place of `run`: `embedded:NAME`, a model folder or a hub id, with new optimizer state. None: as in `run`.
         task: kind of a task, with `model`.
         seed: of the batch, with `model`; None: 0.
         overrides: changes of the configuration, `field.subfield=value`, such as `rollout.prompts_per_step=64`.
+        batches: batches of other prompts and completions from the same state; None: 4, or 1 where more than 20 million parameters are
+            trained. Of one batch the range of the gradient's angle is that of the two halves of its prompts.
         warm_up: with `model`: batches of the first method's reference whose gradients fill AdamW's moments first; the weights stay.
         measure: whether to make every update, measure what it does to entropy and policy on the batch, and take it back.
         on_progress: called with a line of text on what is done.
@@ -157,13 +172,15 @@ def rotate(
 
     Example:
         >>> few = ["rollout.prompts_per_step=4", "rollout.max_new_tokens=32"]
-        >>> found = rotate(["gspo", "dapo"], model="embedded:math", task="math", overrides=few)
+        >>> found = rotate(["gspo", "dapo"], model="embedded:math", task="math", overrides=few, batches=1)
         >>> (found.table["gradient_rotation"] > 1).tolist()  # [degrees]; ratios are 1 in the first update
         [False, True]
     """
     import pandas as pd
 
     tell = on_progress or (lambda text: None)
+    if batches is not None and batches < 1:
+        raise UserError(f"--batches {batches}: must be at least 1")
     config = resolve("rotate", run, model, task, seed, overrides)
     (state,) = saved_states(run, () if checkpoint is None else (checkpoint,))
     chosen = arms_of((*method_names(), *CONTROLS) if methods is None else methods, config)
@@ -171,16 +188,54 @@ def rotate(
     if warm_up:
         tell("warming up the optimizer")
     start = _Start(config, chosen, state, measure=measure, warm_up=warm_up)
+    if batches is None:
+        batches = BATCHES if start.trained <= LARGE_MODEL else 1
+    start.halves = batches == 1
     tell("drawing completions")
-    batch = start.draw()
-    if batch.zero_variance_share == 1:
+    first = start.draw()
+    if first.zero_variance_share == 1:
         raise UserError(
             "rotate: the rewards of each prompt's completions are all equal, so plain GRPO has no gradient; choose another seed, "
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
+    rows = _measured(start, first, chosen, methods is not None, tell)
+    frames = [_frame(rows, chosen, 1)]
+    described = {
+        "model": config.policy.model,
+        "task": config.task.kind,
+        "run": None if run is None else str(run),
+        "seed": config.seed,
+        "batches": batches,
+        "range_of": "halves" if start.halves else "batches",
+        "step": start.seed_step,
+        "prompts": len(first.examples),
+        "completions": len(first.rollouts),
+        "tokens": int(first.rollouts.completion_mask.sum()),
+        "informative_prompts": round((1 - first.zero_variance_share) * len(first.examples)),
+        "recorded": None
+        if run is None
+        else as_recorded(run, start.seed_step, first.rollouts.texts),
+    }
+    for number in range(2, batches + 1):
+        tell(f"batch {number}/{batches}: drawing completions")
+        batch = start.draw(number - 1)
+        if batch.zero_variance_share < 1:
+            of_batch = _measured(start, batch, chosen, methods is not None, tell)
+            frames.append(_frame(of_batch, chosen, number))
+    each = pd.concat(frames, ignore_index=True)
+    table = _summary(each, chosen, {name: row.get("halves", ()) for name, row in rows.items()})
+    table = table.assign(verdict=_verdicts(table, start.methods))
+    plain = table[table["reference"] == "grpo"]["noise"]
+    noise = float(plain.mean()) if plain.notna().any() else math.nan
+    return Rotations(table, each, noise, described, start.methods)
+
+
+def _measured(
+    start: _Start, batch: RolloutBatch, chosen: Mapping[str, Method], by_name: bool, tell: Tell
+) -> dict[str, dict[str, Any]]:
+    """The row of each method on a batch; a problem of a method that was asked for by name is raised."""
     stats = start.scorer.statistics(batch.rollouts)
     rows: dict[str, dict[str, Any]] = {}
-    noise = math.nan
     # One after the other where they share a reference, of which the last gradient is kept.
     against = {
         name: reference_method(method).model_dump_json(exclude={"name"})
@@ -190,32 +245,113 @@ def rotate(
     for number, name in enumerate(order, 1):
         tell(f"{number}/{len(chosen)} {name}")
         try:
-            row, angle = start.measured(name, batch, stats)
+            rows[name] = start.measured(name, batch, stats)
         except UserError as problem:
-            if methods is not None:  # asked for by name
+            if by_name:
                 raise UserError(f"--methods {name}: {problem}") from None
-            row, angle = {"problem": str(problem)}, math.nan
-        rows[name] = {"method": name, **row}
-        noise = angle if math.isnan(noise) else noise
-    table = pd.DataFrame(
-        [rows[name] for name in chosen], columns=["method", "reference", *_NUMBERS, "problem"]
+            rows[name] = {"problem": str(problem)}
+    return rows
+
+
+def _frame(
+    rows: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, Method], batch: int
+) -> pd.DataFrame:
+    """Rows of a batch in the order of the methods."""
+    import pandas as pd
+
+    found = [{"method": name, "batch": batch, **rows[name]} for name in chosen]
+    frame = pd.DataFrame(found, columns=["method", "batch", "reference", *_NUMBERS, "problem"])
+    return frame.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=frame["problem"].fillna(""))
+
+
+def _summary(
+    each: pd.DataFrame, chosen: Mapping[str, Method], halves: Mapping[str, Sequence[float]]
+) -> pd.DataFrame:
+    """Means over the batches with ranges, a row for each method; of one batch the range is that of its `halves`."""
+    by_method = each.groupby("method", sort=False)
+    table = by_method[["reference", "problem"]].first().join(by_method[_NUMBERS].mean())
+    for name in RANGED:
+        table[f"{name}_low"] = by_method[name].min()
+        table[f"{name}_high"] = by_method[name].max()
+    for method, angles in halves.items():
+        if len(angles) == 2:
+            table.loc[method, ["gradient_rotation_low", "gradient_rotation_high"]] = sorted(angles)
+    turn, noise = (
+        np.tan(np.radians(table[name].clip(upper=89.0).to_numpy(dtype=float)))
+        for name in ("gradient_rotation", "noise")
     )
-    table = table.astype(dict.fromkeys(_NUMBERS, float)).assign(problem=table["problem"].fillna(""))
-    described = {
-        "model": config.policy.model,
-        "task": config.task.kind,
-        "run": None if run is None else str(run),
-        "seed": config.seed,
-        "step": start.seed_step,
-        "prompts": len(batch.examples),
-        "completions": len(batch.rollouts),
-        "tokens": int(batch.rollouts.completion_mask.sum()),
-        "informative_prompts": round((1 - batch.zero_variance_share) * len(batch.examples)),
-        "recorded": None
-        if run is None
-        else as_recorded(run, start.seed_step, batch.rollouts.texts),
+    with np.errstate(divide="ignore", invalid="ignore"):
+        table["steps_to_pass"] = (noise / turn) ** 2
+    table = table.loc[list(chosen)].reset_index()
+    head = ["method", "reference", *_NUMBERS]
+    return table[[*head, *(name for name in table if name not in (*head, "problem")), "problem"]]
+
+
+AGGREGATIONS = {
+    "sequence_mean": "mean over a completion's tokens",
+    "token_mean": "token-mean aggregation",
+    "constant": "division by a constant",
+    "sequence_sum": "sum over a completion's tokens",
+}
+STILL = 0.1
+"""Angle below which a gradient is said not to turn [degrees]."""
+
+
+def _verdicts(table: pd.DataFrame, methods: Mapping[str, Method]) -> list[str]:
+    """What each row of the table says, in words."""
+    first = {name: in_a_first_update(method) for name, method in methods.items()}
+    found = []
+    for record in table.to_dict("records"):
+        row = {str(column): value for column, value in record.items()}
+        name = str(row["method"])
+        alike = [other for other in first if other != name and first[other] == first[name]]
+        reason = _reason(row, first[name], alike)
+        steps = _after(row["steps_to_pass"]) if row["gradient_rotation"] >= STILL else ""
+        found.append("; ".join(text for text in (reason, steps) if text))
+    return found
+
+
+def in_a_first_update(method: Method) -> Method:
+    """The method without what cannot act in a first update on given completions: names, resampling, and a clip at ratio 1."""
+    same = same_at_one_update(method)
+    simple = method if same is None else named_method(same)
+    removed: dict[str, object] = {
+        "name": "",
+        "label": None,
+        "sampling": Sampling(),
+        "kl": method.kl,
     }
-    return Rotations(table, noise, described, start.methods)
+    if isinstance(simple.clip, PpoClip | DualClip) and simple.weight_on == "surrogate":
+        removed["clip"] = PpoClip()
+    return simple.model_copy(update=removed)
+
+
+def _reason(row: Mapping[str, Any], method: Method, alike: Sequence[str]) -> str:
+    """Why a method turns the gradient, or does not; empty where there is no simple reason."""
+    angle, scale = row["gradient_rotation"], row["gradient_scale"]
+    if angle < STILL and abs(scale - 1) < 0.02:
+        plain = row["reference"] == "grpo"
+        return "the same gradient" + (": every ratio is 1 in a first update" if plain else "")
+    if angle < STILL:
+        return f"turns by 0° and makes the gradient {scale:.2g} times as long: in a run AdamW ignores that"
+    grpo = in_a_first_update(named_method("grpo"))
+    if method != grpo.model_copy(update={"aggregate": method.aggregate, "kl": method.kl}):
+        return ""
+    same = (
+        f": {', '.join(alike)} {'is' if len(alike) == 1 else 'are'} the same at ratio 1"
+        if alike
+        else ""
+    )
+    return f"{AGGREGATIONS[method.aggregate]} alone{same}"
+
+
+def _after(steps: float) -> str:
+    """After how many steps a turn passes the noise, in words."""
+    if not math.isfinite(steps):
+        return "the noise is not known"
+    if steps <= 1:
+        return "larger than the noise of a batch"
+    return f"passes the noise after about {steps:,.0f} steps"
 
 
 # -- measuring -----------------------------------------------------------------------------------------------------------
@@ -242,16 +378,23 @@ class _Start(Start):
         super().__init__(config, methods, checkpoint, **options)
         self.seed_step = self.step + 1
         self.measure = measure
+        self.halves = False  # whether the angles of the halves of a batch are measured too
         self.references: dict[str, list[Gradient]] = {}  # the last reference gradient
 
-    def draw(self) -> RolloutBatch:
-        """The batch that the run's next step draws; a divergence in the reward is left out."""
-        return self.rollouts(self.config.method.model_copy(update={"kl": Kl()}), 0)
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters."""
+        return sum(p.numel() for p in self._learner.parameters)
 
-    def measured(
-        self, name: str, batch: RolloutBatch, stats: TokenStats
-    ) -> tuple[dict[str, Any], float]:
-        """The row of a method, and the noise angle of its reference if that is plain GRPO, else NaN."""
+    def draw(self, number: int = 0) -> RolloutBatch:
+        """The batch that the run draws `number` steps after its next one; a divergence in the reward is left out."""
+        self.seed_step = self.step + 1 + number
+        self.references.clear()
+        self._made.clear()
+        return self.rollouts(self.config.method.model_copy(update={"kl": Kl()}), number)
+
+    def measured(self, name: str, batch: RolloutBatch, stats: TokenStats) -> dict[str, Any]:
+        """The row of a method; `halves` has the gradient's angles on the two halves of the prompts, if they are measured."""
         method, progress = self.methods[name], self.progress()
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, progress, method)
@@ -272,7 +415,7 @@ class _Start(Start):
             update={"kl": method.kl}
         )
         compare = partial(self._compared, method, batch, advantage, stats)
-        rotation, after = self._once(simplest.model_dump_json(), compare)
+        rotation, halves, after = self._once(simplest.model_dump_json(), compare)
         used = batch.rollouts.completion_mask.bool().cpu() & (tokens.update >= 0)
         mass = (against.loss_coef.abs() * stats.logit_grad_norm.cpu()).double()
         scale, cosine = rotation.update.scale, math.cos(math.radians(rotation.update.angle))
@@ -283,6 +426,8 @@ class _Start(Start):
             "gradient_kept": float(mass[tokens.loss_coef != 0].sum() / mass.sum()),
             "update_rotation": rotation.update.angle,
             "update_scale": scale,
+            "noise": rotation.noise,
+            "halves": halves,
             "update_difference": math.sqrt(max(1 + scale**2 - 2 * scale * cosine, 0.0)),
             **weight_columns(method, tokens, used, progress),
             "rotation_bound": method_rotation_bound(method.at(progress)),
@@ -299,13 +444,14 @@ class _Start(Start):
             row |= self._changes(
                 tensors, tokens, used, stats, after, curvature[..., 1].cpu().double()
             )
-        return row, rotation.noise if plain else math.nan
+        return row
 
     def _compared(
         self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats
-    ) -> tuple[UpdateRotation, TokenStats | None]:
-        """The rotation of a method's update, and with `measure` the batch's statistics after it."""
+    ) -> tuple[UpdateRotation, list[float], TokenStats | None]:
+        """The rotation of a method's update, of the gradient on both halves, and with `measure` the batch's statistics after it."""
         moved: list[TokenStats] = []
+        halves: list[float] = []
         rotation = self.learner(method).compare(
             batch.rollouts,
             advantage,
@@ -314,11 +460,12 @@ class _Start(Start):
             method=method,
             stats=stats,
             references=self.references,
+            halves=halves if self.halves else None,
             at_update=(lambda: moved.append(self.scorer.statistics(batch.rollouts)))
             if self.measure
             else None,
         )
-        return rotation, moved[0] if moved else None
+        return rotation, halves, moved[0] if moved else None
 
     def _changes(
         self,

@@ -255,11 +255,13 @@ class Learner:
         method: Method,
         stats: TokenStats,
         references: dict[str, list[Gradient]] | None = None,
+        halves: list[float] | None = None,
         at_update: Callable[[], None] | None = None,
     ) -> UpdateRotation:
         """Compare the first update on all rows with the reference objective's, see `learn`. Neither stays.
 
         `references` keeps the last reference gradient, so that calls with the same rollouts, state and reference share it.
+        `halves` gets the gradient's angles on every other prompt and on the rest [degrees], unless the method reshapes its gradient.
         `at_update` is called with the weights moved by the update, which are put back; the optimizer's state does not move.
         """
         tokens = StepTokens.unused(stats)
@@ -273,6 +275,8 @@ class Learner:
             found = work.rotation(gradient.rows, norm)
             if at_update is not None:
                 work.visit(norm, at_update)
+            if halves is not None and method.sharpness is None:
+                halves += work.rotations_by_half(gradient.rows)
             return found
         finally:
             self.optimizer.zero_grad(set_to_none=True)

@@ -414,6 +414,17 @@ class Updates:
             rotation(gradients, reference), rotation(*steps), noise, time.perf_counter() - started
         )
 
+    def rotations_by_half(self, rows: Tensor) -> list[float]:
+        """Angle to the reference's gradient on every other prompt of the rows, and on the rest [degrees]; `.grad` is lost."""
+        groups = self.rollouts.group.cpu()[rows]
+        found = []
+        for number, reference in enumerate(self._reference_halves(rows)):
+            part = rows[torch.isin(groups, groups.unique()[number::2])]
+            self._backward(rows, 0, None, part)
+            gradients = [p.grad for p in self.learner.parameters]
+            found.append(rotation(gradients, reference).angle)
+        return found
+
     @torch.no_grad()
     def visit(self, norm: float, call: Callable[[], None]) -> None:
         """Call with the weights moved by the step of the gradient in `.grad`, of length `norm`, and put them back."""

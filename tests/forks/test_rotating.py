@@ -18,7 +18,7 @@ from sharpscope.cli import app
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import rotate
-from sharpscope.forks.rotating import _Start, weight_curves
+from sharpscope.forks.rotating import _Start, _verdicts, weight_curves
 from sharpscope.forks.start import as_recorded
 from sharpscope.methods import named_method
 from sharpscope.methods.method import CurvatureTokens
@@ -67,7 +67,10 @@ def folder(tiny_policy, tmp_path_factory):
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_checkpoint_gives_the_numbers_of_the_trace(folder, step):
     found = rotate(
-        ["own=grpo-sg+weight.preset=calibrated", "grpo"], run=folder, checkpoint=step - 1
+        ["own=grpo-sg+weight.preset=calibrated", "grpo"],
+        run=folder,
+        checkpoint=step - 1,
+        batches=1,
     )
     traced = sharpscope.load_run(folder).steps.set_index("step").loc[step]
     own = found.table.set_index("method").loc["own"]
@@ -97,7 +100,7 @@ def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_
         "compare",
         lambda self, *a, **k: made.append(k["method"].name) or compare(self, *a, **k),
     )
-    shared = rotate(names, model=str(tiny_policy), overrides=FRESH).table
+    shared = rotate(names, model=str(tiny_policy), overrides=FRESH, batches=1).table
     assert sorted(made) == [
         "ar",
         "cispo",
@@ -109,9 +112,11 @@ def test_methods_with_equal_gradients_share_passes_and_the_numbers_are_those_of_
         "high-entropy",
     ]
     monkeypatch.setattr("sharpscope.forks.rotating.same_at_one_update", lambda method: None)
-    each = rotate(names, model=str(tiny_policy), overrides=FRESH).table
+    each = rotate(names, model=str(tiny_policy), overrides=FRESH, batches=1).table
     np.testing.assert_allclose(shared[ANGLES], each[ANGLES], rtol=1e-3, atol=0.05)
-    rounded = [*ANGLES, "update_difference"]
+    ends = [f"{name}_{end}" for name in ANGLES[::2] for end in ("low", "high")]
+    np.testing.assert_allclose(shared[ends], each[ends], rtol=1e-3, atol=0.05)
+    rounded = [*ANGLES, *ends, "update_difference", "steps_to_pass", "verdict"]
     pd.testing.assert_frame_equal(shared.drop(columns=rounded), each.drop(columns=rounded))
 
 
@@ -120,7 +125,7 @@ def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
     before = [p.clone() for p in AutoModelForCausalLM.from_pretrained(tiny_policy).parameters()]
     start, batch, stats = start_of(tiny_policy)
     advantage = batch.advantage
-    found = start.measured("grpo", batch, stats)[0]
+    found = start.measured("grpo", batch, stats)
     for parameter, kept in zip(start.policy.model.parameters(), before, strict=True):
         assert torch.equal(parameter, kept) and parameter.grad is None
     own = start.learner(start.methods["grpo"]).curvature(
@@ -154,7 +159,7 @@ def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
 
 def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
     start, batch, stats = start_of(tiny_policy, "high-entropy")
-    found = start.measured("high-entropy", batch, stats)[0]
+    found = start.measured("high-entropy", batch, stats)
     mask = batch.rollouts.completion_mask.bool()
     mass = (
         batch.advantage.abs()[:, None]
@@ -174,7 +179,7 @@ def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
 
 def test_all_methods_on_a_fresh_batch(tiny_policy):
     lines = []
-    found = rotate(model=str(tiny_policy), overrides=FRESH, on_progress=lines.append)
+    found = rotate(model=str(tiny_policy), overrides=FRESH, batches=1, on_progress=lines.append)
     table = found.table.set_index("method")
     assert (
         set(sharpscope.methods.method_names()) < set(table.index) and len(lines) == len(table) + 1
@@ -207,10 +212,11 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
     assert (
         "4 prompts" in result.output
         and "cispo" in result.output
-        and "Noise of this batch" in result.output
+        and "Noise of a batch" in result.output
     )
     assert "1/3 grpo-sg" in result.stderr
     names = [
+        "batches.csv",
         "rotation.csv",
         "rotation.json",
         "rotation.png",
@@ -227,9 +233,84 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
     assert CliRunner().invoke(app, [*command, *sets]).exit_code == 0  # what it made is refreshed
 
 
+def test_numbers_are_means_over_batches_with_their_range(tiny_policy):
+    """Against each batch by itself, drawn and measured from one start."""
+    found = rotate(["grpo-sg", "dapo", "grpo"], model=str(tiny_policy), overrides=FRESH, batches=3)
+    values = {**TOY, "policy.model": str(tiny_policy)}
+    methods = {name: named_method(name) for name in ("grpo-sg", "dapo", "grpo")}
+    start = _Start(build_config(values=values), methods, None, measure=False, warm_up=0)
+    texts = []
+    for number in range(3):
+        batch = start.draw(number)
+        texts.append(batch.rollouts.texts)
+        stats = start.scorer.statistics(batch.rollouts)
+        each = found.each[found.each["batch"] == number + 1].set_index("method")
+        assert list(each.index) == list(methods)
+        for name in methods:
+            row = start.measured(name, batch, stats)
+            for column in (*ANGLES, "noise", "gradient_kept", "weight_mean"):
+                assert each.loc[name, column] == pytest.approx(row[column], rel=1e-3, abs=0.05)
+    assert texts[0] != texts[1] != texts[2]
+    table = found.table.set_index("method")
+    by_method = found.each.groupby("method")
+    for name in ("gradient_rotation", "update_rotation", "noise"):
+        for end, value in (("", "mean"), ("_low", "min"), ("_high", "max")):
+            wanted = getattr(by_method[name], value)()[table.index]
+            np.testing.assert_allclose(table[name + end], wanted)
+    assert table.loc["dapo", "gradient_rotation_high"] > table.loc["dapo", "gradient_rotation_low"]
+    turn, noise = (math.tan(math.radians(table.loc["dapo", c])) for c in (ANGLES[0], "noise"))
+    assert table.loc["dapo", "steps_to_pass"] == pytest.approx((noise / turn) ** 2)
+    assert found.noise == pytest.approx(table.loc["dapo", "noise"])
+    assert (found.batch["batches"], found.batch["range_of"]) == (3, "batches")
+
+
+def test_of_one_batch_the_range_is_that_of_its_halves(tiny_policy):
+    """Against the halves' gradients by autograd from the coefficients of the whole update."""
+    start, batch, stats = start_of(tiny_policy, "high-entropy")
+    start.halves = True
+    found = start.measured("high-entropy", batch, stats)["halves"]
+    groups = batch.rollouts.group
+    wanted = []
+    for number in (0, 1):
+        half = torch.isin(groups, groups.unique()[number::2])[:, None]
+        gradients = []
+        for name in ("high-entropy", "grpo"):
+            coef = start.tokens(named_method(name), batch, batch.advantage, stats).loss_coef
+            logp = start.scorer.score(batch.rollouts, with_grad=True).logp
+            loss = torch.where(half, logp * coef, 0.0).sum()
+            grads = torch.autograd.grad(loss, list(start._learner.parameters))
+            gradients.append(torch.cat([g.flatten() for g in grads]))
+        cosine = torch.nn.functional.cosine_similarity(*gradients, dim=0)
+        wanted.append(math.degrees(math.acos(float(cosine))))
+    assert found == pytest.approx(wanted, rel=1e-6) and abs(wanted[0] - wanted[1]) > 0.1
+
+
+def test_a_verdict_says_why_and_after_how_many_steps():
+    table = pd.DataFrame(
+        [
+            ("cispo", 36.2, 1.0, 0.88),
+            ("dapo", 36.2, 1.0, 0.88),
+            ("grpo-sg", 6.9, 1.3, 31.1),
+            ("grpo-sg-constant", 0.01, 2.0, math.inf),
+            ("gspo", 0.0, 1.0, math.inf),
+            ("dr-grpo", 20.0, 1.0, math.nan),
+        ],
+        columns=["method", "gradient_rotation", "gradient_scale", "steps_to_pass"],
+    ).assign(reference="grpo")
+    methods = {name: named_method(name) for name in table["method"]}
+    assert _verdicts(table, methods) == [
+        "token-mean aggregation alone: dapo is the same at ratio 1; larger than the noise of a batch",
+        "token-mean aggregation alone: cispo is the same at ratio 1; larger than the noise of a batch",
+        "passes the noise after about 31 steps",
+        "turns by 0° and makes the gradient 2 times as long: in a run AdamW ignores that",
+        "the same gradient: every ratio is 1 in a first update",
+        "the noise is not known",
+    ]
+
+
 def test_ones_own_token_weights_are_compared_and_plotted(folder):
     given = "tests.toy_task:by_probability"
-    found = rotate(["grpo-sg", given], run=folder)
+    found = rotate(["grpo-sg", given], run=folder, batches=1)
     assert found.table["method"].tolist() == ["grpo-sg", given]
     curves = weight_curves(found.methods)
     own = curves[(curves["method"] == given) & (curves["axis"] == "probability")]

@@ -48,6 +48,9 @@ def rotation(figure: Picture, frame: pd.DataFrame) -> None:
         angles, ("gradient", "optimizer's step"), "os", colors()[:2], strict=True
     ):
         axis.plot(shown[name], height, mark, color=color, label=text)
+        if f"{name}_low" in shown:  # the range over batches
+            ends = shown[f"{name}_low"], shown[f"{name}_high"]
+            axis.hlines(height, *ends, color=color, linewidth=1.2, alpha=0.6)
     noise = float(frame["noise"].iloc[0]) if "noise" in frame and len(frame) else math.nan
     if math.isfinite(noise):
         text = f"noise of the batch, {noise:.0f}°"
