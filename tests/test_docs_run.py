@@ -86,7 +86,11 @@ def sets(**values: object) -> list[str]:
 
 ADDED = {  # what a command gets in addition
     "run": ["--steps", "1", "--quiet", *sets(**FEW)],
-    "rotate": sets(**{"rollout.prompts_per_step": 6, "rollout.max_new_tokens": 64}),
+    "rotate": [
+        "--batches",
+        "1",
+        *sets(**{"rollout.prompts_per_step": 6, "rollout.max_new_tokens": 64}),
+    ],
     "fork": sets(
         **{"fork.prompts": 2, "fork.warm_up": 1}, **{name: FEW[name] for name in list(FEW)[:3]}
     ),
