@@ -51,9 +51,9 @@ class Spec(BaseModel):
 
     @model_validator(mode="after")
     def _no_boundless_number(self) -> Self:
-        """Sizes, counts and seeds fit in 32 bits; a larger one would end in an error far from here."""
+        """Sizes and counts fit in 32 bits; a larger one would end in an error far from here."""
         for name, value in self:
-            if isinstance(value, int) and abs(value) >= MOST:
+            if isinstance(value, int) and abs(value) >= MOST and name != "seed":
                 raise ValueError(f"{name} = {value:.3g}: must be below {MOST:,}")
         return self
 
