@@ -46,7 +46,7 @@ def _other_tokens(tokens: pd.DataFrame, low: float, high: float) -> float:
     there = (left > low) & (left < high)
     expected = float(left[there].sum())
     other = tokens["logp"].to_numpy(float)[there] < np.log(0.5)
-    return float(other.sum()) / expected if expected >= 5 else np.nan
+    return float(other.sum()) / expected if expected >= 3 else np.nan
 
 
 def _sharpness(tokens: pd.DataFrame) -> float:

@@ -32,7 +32,10 @@ def _rows(recorded: Recorded) -> pd.DataFrame:
 
 @identity
 def row_loss(recorded: Recorded) -> Measured | None:
-    """Largest robust z of a row's mean nll among the rows of its step: (nll − median) / (1.48·MAD), in the second half."""
+    """Largest robust z of a row's mean nll among the rows beside it, (nll − median) / (1.48·MAD), in the second half.
+
+    Times √(tokens / median tokens) for rows that are shorter than the median, whose means vary more.
+    """
     rows = _rows(recorded)
     if recorded.info.get("method") != "sft" or len(rows) < 64:
         return None
@@ -40,7 +43,8 @@ def row_loss(recorded: Recorded) -> Measured | None:
     near = rows.groupby(rows["step"] // 4)["nll"]  # of four steps: one has few rows
     center = near.transform("median")
     spread = (rows["nll"] - center).abs().groupby(rows["step"] // 4).transform("median")
-    z = (rows["nll"] - center) / (1.48 * spread).clip(lower=1e-3)
+    short = (rows["tokens"] / rows["tokens"].median()).clip(upper=1).pow(0.5)  # means of few
+    z = short * (rows["nll"] - center) / (1.48 * spread).clip(lower=1e-3)
     odd = rows[z > 8].assign(z=z[z > 8]).sort_values("z", ascending=False)
     facts = {
         "rows": odd[["step", "rollout"]].head(5).to_numpy(int).tolist(),

@@ -174,7 +174,9 @@ def finite(recorded: Recorded) -> Measured | None:
     updates = recorded.updates
     if updates.empty:
         return None
-    bad = updates[~np.isfinite(updates["loss"].fillna(0.0)) | ~np.isfinite(updates["grad_norm"])]
+    loss, norm = updates["loss"], updates["grad_norm"]
+    given = loss.notna().any()  # a loop need not give its loss
+    bad = updates[(given & ~np.isfinite(loss)) | ~np.isfinite(norm)]
     found = recorded.events[recorded.events["rule"] == "not_finite"]
     told = str(found["message"].iloc[0]) if len(found) else ""
     facts = {"step": first_step(bad), "message": told, "updates": len(updates)}

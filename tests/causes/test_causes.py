@@ -1,0 +1,485 @@
+"""Identities against slow formulas, causes on tables in which they are planted, and healthy tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from sharpscope.causes import REGISTRY, check_recorded, name_causes
+from sharpscope.causes.identity import beyond_chance, spans
+from sharpscope.causes.named import _TEXTS, RULES
+from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.verdict import Verdict
+from tests.causes import planted
+from tests.causes.planted import END, GROUPS, LR, PARAMETERS, SIZE, STEPS
+
+
+@pytest.fixture(scope="module")
+def healthy() -> Recorded:
+    return planted.healthy()
+
+
+def named(recorded: Recorded, without: frozenset[str] = frozenset()) -> list[str]:
+    results = check_recorded(recorded, without)
+    return [cause.name for cause in name_causes(results, recorded)]
+
+
+def with_tokens(recorded: Recorded, **columns: object) -> Recorded:
+    return replace(recorded, tokens=recorded.tokens.assign(**columns))
+
+
+def with_rows(recorded: Recorded, **columns: object) -> Recorded:
+    return replace(recorded, rollouts=recorded.rollouts.assign(**columns))
+
+
+def with_updates(recorded: Recorded, **columns: object) -> Recorded:
+    return replace(recorded, updates=recorded.updates.assign(**columns))
+
+
+def event(recorded: Recorded, rule: str, message: str, **values: float) -> Recorded:
+    row = {"step": 1, "value": math.nan, "rule": rule, "message": message} | values
+    return replace(recorded, events=pd.DataFrame([row]))
+
+
+# -- Healthy
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_identity_holds_in_healthy_tables(seed):
+    results = check_recorded(planted.healthy(seed))
+    assert len(results) >= 20
+    assert {name: r.value for name, r in results.items() if not r.holds} == {}
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_every_identity_holds_in_healthy_supervised_tables(method):
+    results = check_recorded(planted.supervised(method))
+    assert "row_ends" in results
+    assert {name: r.value for name, r in results.items() if not r.holds} == {}
+
+
+def test_a_column_that_was_not_recorded_is_not_judged(healthy):
+    bare = with_tokens(healthy, behavior_logp=math.nan, ref_logp=math.nan, advantage=math.nan)
+    results = check_recorded(bare)
+    gone = {"sampler_mismatch", "sampler_temperature", "reference_at_start", "advantage_sign"}
+    assert not gone & results.keys() and "surprise" in results
+
+
+# -- Values
+
+
+def test_surprise_is_the_mean_of_surprisal_minus_entropy(healthy):
+    gaps = [-row.logp - row.entropy for row in healthy.tokens.itertuples() if row.position >= 4]
+    assert len(gaps) > 200
+    result = check_recorded(healthy)["surprise"]
+    assert result.facts["mean"] == pytest.approx(sum(gaps) / len(gaps), rel=1e-9)
+
+
+def test_beyond_chance_subtracts_five_standard_errors():
+    values = np.array([1.0, 2.0] * 8)
+    error = math.sqrt(sum((v - 1.5) ** 2 for v in values) / 15) / 4
+    assert beyond_chance(values) == pytest.approx(1.5 - 5 * error)
+    assert beyond_chance(-values) == beyond_chance(values)
+    assert beyond_chance(values - 1.5) == 0
+    assert beyond_chance(values[:7]) == 0
+
+
+def test_prefix_numbers_are_equal_exactly_where_the_prefixes_are(healthy):
+    tokens = healthy.drawn.assign(key=healthy.prefix)
+    seen: dict[int, tuple] = {}
+    for (step, _), part in tokens.groupby(["step", "rollout"]):
+        ids = part.sort_values("position")["token_id"].tolist()
+        for row in part.itertuples():
+            prefix = (step, row.group, *ids[: row.position + 1])
+            assert seen.setdefault(row.key, prefix) == prefix
+    assert len(seen) == len(set(seen.values())) > 500
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_temperature_is_found_from_the_sampler(healthy, seed):
+    sampler = planted.healthy(seed, sharp=1 / 0.6)
+    logp = []
+    ids = sampler.tokens.groupby(["step", "rollout"])["token_id"].agg(list)
+    for row in sampler.tokens.itertuples():
+        prompt = 100 * row.step + row.rollout // SIZE
+        before = ids[row.step, row.rollout][: row.position]
+        logp.append(math.log(planted.distribution((prompt, *before), 1 / 0.6)[row.token_id]))
+    recorded = with_tokens(sampler, behavior_logp=logp)
+    assert named(recorded)[0] == "sampling_temperature"
+    cause = name_causes(check_recorded(recorded), recorded)[0]
+    found = float(cause.sentence.split("about ")[1].split(" times")[0])
+    assert found == pytest.approx(0.6, abs=0.12)
+
+
+def test_the_kl_coefficient_is_read_from_tokens_without_advantage(healthy):
+    wrong = healthy.tokens["loss_coef"] - 2 * healthy.tokens["kl_coef"]
+    flat = with_tokens(healthy, loss_coef=wrong, kl_coef=math.nan)
+    result = check_recorded(flat)["kl_coefficient"]
+    assert result.facts["beta"] == pytest.approx(-planted.BETA, rel=1e-6)
+    assert named(flat)[0] == "kl_sign"
+
+
+def test_the_update_is_compared_with_the_learning_rate(healthy):
+    long = with_updates(healthy, update_norm=3 * LR * math.sqrt(PARAMETERS))
+    assert check_recorded(long)["update_bound"].value == pytest.approx(3.0)
+    assert named(long) == ["update_too_long"]
+
+
+def test_rows_are_told_as_spans():
+    assert spans([16, 17, 18, 3, 20]) == "3, 16 to 18, 20"
+
+
+# -- Causes
+
+
+def sharper(recorded: Recorded) -> Recorded:
+    return with_tokens(planted.healthy(0, sharp=1.8), behavior_logp=math.nan)
+
+
+def from_two(recorded: Recorded) -> Recorded:
+    """Only the two likeliest tokens are drawn: the odds of others are moved to the second."""
+    random = np.random.default_rng(0)
+    rows = []
+    for (step, rollout), _ in recorded.tokens.groupby(["step", "rollout"]):
+        prompt, ids = 100 * step + rollout // SIZE, []
+        while len(ids) < planted.LENGTH and (not ids or ids[-1] != END):
+            p = planted.distribution((prompt, *ids))
+            best = np.argsort(p)[-2:]
+            ids.append(int(random.choice(best, p=p[best] / p[best].sum())))
+        rows += planted.token_rows(step, rollout, prompt, ids)
+    tokens = pd.DataFrame(rows).assign(behavior_logp=math.nan)
+    return planted.with_loss(replace(recorded, tokens=tokens))
+
+
+def random_ratio(recorded: Recorded) -> Recorded:
+    noise = np.random.default_rng(0).normal(size=len(recorded.tokens))
+    return with_tokens(recorded, ratio=np.exp(0.5 * noise))
+
+
+def stale(recorded: Recorded) -> Recorded:
+    steps = recorded.tokens["step"] - 1
+    noise = np.random.default_rng(0).normal(size=len(recorded.tokens))
+    return with_tokens(recorded, behavior_logp=recorded.tokens["logp"] + 0.2 * steps * noise)
+
+
+def other_start(recorded: Recorded) -> Recorded:
+    first = recorded.tokens["position"] == 0
+    logp = recorded.tokens["logp"] - 6.0 * first
+    behavior = recorded.tokens["behavior_logp"]
+    return planted.with_loss(with_tokens(recorded, logp=logp, behavior_logp=behavior))
+
+
+def prompt_in_rows(recorded: Recorded) -> Recorded:
+    """The prompt's number, in digits, precedes each completion in the loss."""
+    tokens = recorded.tokens.assign(position=recorded.tokens["position"] + 4)
+    rows = recorded.rollouts[["step", "rollout", "group"]]
+    start = []
+    for row in rows.itertuples():
+        digits = np.random.default_rng(100 * row.step + row.group).integers(2, 7, size=4)
+        start += [
+            {
+                "step": row.step,
+                "rollout": row.rollout,
+                "position": at,
+                "token_id": int(digit),
+                "logp": -4.0,
+                "entropy": 1.0,
+                "collision": 0.3,
+                "ratio": 1.0,
+                "update": 0,
+            }
+            for at, digit in enumerate(digits)
+        ]
+    joined = pd.concat([pd.DataFrame(start), tokens], ignore_index=True)
+    longer = with_rows(recorded, length=recorded.rollouts["length"] + 4)
+    joined["behavior_logp"] = math.nan
+    return planted.with_loss(replace(longer, tokens=joined))
+
+
+def forced_end(recorded: Recorded) -> Recorded:
+    last = recorded.tokens["position"] == planted.LENGTH - 1
+    tokens = recorded.tokens
+    return with_tokens(
+        recorded,
+        token_id=tokens["token_id"].where(~last, END),
+        logp=tokens["logp"].where(~last, -9.0),
+        behavior_logp=math.nan,
+    )
+
+
+def inserted(recorded: Recorded) -> Recorded:
+    inside = recorded.tokens["position"] == 9
+    tokens = recorded.tokens
+    return with_tokens(
+        recorded,
+        token_id=tokens["token_id"].where(~inside, 5),
+        logp=tokens["logp"].where(~inside, -9.0),
+        behavior_logp=math.nan,
+    )
+
+
+def flipped(recorded: Recorded) -> Recorded:
+    tokens = recorded.tokens
+    policy = tokens["loss_coef"] - tokens["kl_coef"]
+    wrong = tokens["rollout"].between(8, 15)
+    return with_tokens(recorded, loss_coef=tokens["loss_coef"] - 2 * policy * wrong)
+
+
+def with_shares(*sums: float, entropy: float = 1.0) -> object:
+    def plant(recorded: Recorded) -> Recorded:
+        known = pd.Series(sums, index=range(1, len(sums) + 1))
+        factor = recorded.tokens["step"].map(known).fillna(known.iloc[-1])
+        fall = np.linspace(1.0, entropy, STEPS)
+        shares = recorded.tokens["attribution"] * factor
+        steps = recorded.steps.assign(entropy_mean=fall)
+        return replace(with_tokens(recorded, attribution=shares), steps=steps)
+
+    return plant
+
+
+def one_layer(recorded: Recorded) -> Recorded:
+    moved = json.dumps({"0.mlp": 9.0, "1.mlp": 0.3})
+    pulled = json.dumps({"0.mlp": 0.2, "1.mlp": 0.3})
+    return with_updates(
+        recorded,
+        update_norm=5 * LR * math.sqrt(PARAMETERS),
+        update_norm_by_layer=moved,
+        grad_norm_by_layer=pulled,
+    )
+
+
+def decayed(recorded: Recorded) -> Recorded:
+    long = with_updates(recorded, update_norm=5 * LR * math.sqrt(PARAMETERS))
+    config = {"optimizer": {"weight_decay": 40.0}}
+    return replace(long, info={**recorded.info, "config": config})
+
+
+def detached(recorded: Recorded) -> Recorded:
+    uses = recorded.tokens[["step", "rollout", "position"]].assign(update=1, ratio=1.0)
+    return replace(recorded, uses=uses)
+
+
+def equal_rows(recorded: Recorded) -> Recorded:
+    first = recorded.rollouts["rollout"] % SIZE == 0
+    tokens, rows = [], recorded.rollouts.copy()
+    for row in rows[first].itertuples():
+        prompt = 100 * row.step + row.group
+        ids = [int(token) for token in row.completion.split()]
+        for rollout in range(row.rollout, row.rollout + SIZE):
+            tokens += planted.token_rows(row.step, rollout, prompt, ids)
+    rows["length"] = rows.groupby(["step", "group"])["length"].transform("first")
+    return planted.with_loss(replace(recorded, tokens=pd.DataFrame(tokens), rollouts=rows))
+
+
+def shifted_rewards(recorded: Recorded) -> Recorded:
+    """Short completions, so that many are equal, and the rewards of the row before."""
+    text = (recorded.rollouts["rollout"] * 7 % 3).astype(str)
+    reward = text.astype(float).where(recorded.rollouts["group"] >= 0)
+    right = with_rows(recorded, completion=text, token_ids=None, reward=reward)
+    assert check_recorded(right)["reward_of_completion"].holds
+    moved = [np.roll(part, 1) for _, part in reward.groupby(right.rollouts["step"])]
+    return with_rows(right, reward=np.concatenate(moved))
+
+
+def mixed(recorded: Recorded) -> Recorded:
+    return with_rows(recorded, group=recorded.rollouts["rollout"] % GROUPS)
+
+
+def hacked(recorded: Recorded) -> Recorded:
+    rows = recorded.rollouts
+    count = np.random.default_rng(0).integers(1, 9, size=len(rows)) * rows["step"]
+    texts = ["= " * n + "x" for n in count]
+    accuracy = (rows["rollout"] % 2) * (rows["step"] <= 2)
+    parts = [
+        json.dumps({"right": float(a), "steps": 0.3 * n})
+        for a, n in zip(accuracy, count, strict=True)
+    ]
+    return with_rows(recorded, completion=texts, reward_parts=parts, reward=accuracy + 0.3 * count)
+
+
+def scaled(recorded: Recorded) -> Recorded:
+    one = recorded.rollouts["prompt"] == "prompt 302"
+    return with_rows(recorded, advantage=recorded.rollouts["advantage"].mask(one, 40.0))
+
+
+def never_ending(recorded: Recorded) -> Recorded:
+    return with_rows(replace(recorded, words=replace(recorded.words, end=2)), truncated=True)
+
+
+def infinite(recorded: Recorded) -> Recorded:
+    reward = recorded.rollouts["reward"].copy()
+    reward.iloc[40] = -math.inf
+    return with_rows(recorded, reward=reward)
+
+
+def same_reference(recorded: Recorded) -> Recorded:
+    return with_tokens(recorded, ref_logp=recorded.tokens["logp"])
+
+
+def other_reference(recorded: Recorded) -> Recorded:
+    return planted.with_loss(recorded, distance=0.5)
+
+
+PLANTED = {
+    "reward_not_finite": infinite,
+    "mixed_groups": mixed,
+    "equal_completions": equal_rows,
+    "rewards_of_other_rows": shifted_rewards,
+    "reward_constant": lambda r: with_rows(r, reward=0.0, advantage=0.0),
+    "wrong_end_token": never_ending,
+    "prompt_in_loss": prompt_in_rows,
+    "inserted_end": forced_end,
+    "inserted_token": inserted,
+    "dropout": random_ratio,
+    "other_template": other_start,
+    "stale_sampler": stale,
+    "sharper_sampling": sharper,
+    "truncated_sampling": from_two,
+    "advantage_sign": flipped,
+    "reference_moves": same_reference,
+    "reference_differs": other_reference,
+    "ratio_detached": detached,
+    "gradient_not_cleared": with_shares(1.0, 0.4, 0.3, 0.2),
+    "entropy_sign": with_shares(0.8, 0.7, entropy=0.4),
+    "zero_learning_rate": lambda r: with_updates(r, lr=0.0, update_norm=0.0),
+    "not_in_optimizer": lambda r: with_updates(r, update_norm=0.0),
+    "layer_update": one_layer,
+    "weight_decay": decayed,
+    "prompt_scale": scaled,
+    "reward_feature": hacked,
+    "update_too_large": lambda r: replace(r, steps=r.steps.assign(kl_step=2.0)),
+    "not_finite": lambda r: with_updates(r, loss=[0.1, 0.1, *[math.nan] * (STEPS - 2)]),
+}
+
+
+@pytest.mark.parametrize("cause", PLANTED)
+def test_a_planted_cause_is_named_first(healthy, cause):
+    assert named(PLANTED[cause](healthy))[:1] == [cause]
+
+
+def garbled(recorded: Recorded) -> Recorded:
+    odd = (recorded.tokens["step"] == STEPS) & (recorded.tokens["rollout"] == 5)
+    return with_tokens(recorded, logp=recorded.tokens["logp"].mask(odd, -25.0))
+
+
+def without_end(recorded: Recorded) -> Recorded:
+    special = recorded.tokens["token_id"].isin(list(recorded.words.special))
+    return replace(recorded, tokens=recorded.tokens[~special])
+
+
+def cut(recorded: Recorded) -> Recorded:
+    tokens = recorded.tokens
+    whole = recorded.rollouts["token_ids"].map(json.loads)
+    limited = with_rows(recorded, token_ids=[json.dumps(ids[:8]) for ids in whole])
+    return replace(limited, tokens=tokens[tokens["position"] < 4])
+
+
+def swapped(recorded: Recorded) -> Recorded:
+    """One of five pairs has the margin −5, the others 5; sides have equal lengths."""
+    rows = []
+    for row in recorded.rollouts.itertuples():
+        sign = -1 if (row.rollout // 2) % 5 == 0 else 1
+        total = -20 + sign * (2.5 if row.rollout % 2 == 0 else -2.5)
+        rows += [
+            {
+                "step": row.step,
+                "rollout": row.rollout,
+                "position": at,
+                "token_id": END,
+                "logp": total / 4,
+            }
+            for at in range(4)
+        ]
+    frame = pd.DataFrame(rows).reindex(columns=recorded.tokens.columns)
+    return replace(recorded, tokens=frame)
+
+
+@pytest.mark.parametrize(
+    ("cause", "method", "plant"),
+    [
+        ("bad_rows", "sft", garbled),
+        ("no_end_token", "sft", without_end),
+        ("rows_cut", "sft", cut),
+        ("pairs_swapped", "dpo", swapped),
+    ],
+)
+def test_a_cause_of_given_rows_is_named_first(cause, method, plant):
+    assert named(plant(planted.supervised(method)))[:1] == [cause]
+
+
+@pytest.mark.parametrize(
+    ("cause", "method", "rule", "message"),
+    [
+        ("labels_shifted", "sft", "recorder", "record: labels are the input's tokens moved by 1"),
+        (
+            "labels_of_other_tokens",
+            "sft",
+            "recorder",
+            "record: labels differ from the input's own tokens",
+        ),
+        (
+            "prompt_in_loss",
+            "loop",
+            "recorder",
+            "the first token is in the loss, predicted from padding",
+        ),
+    ],
+)
+def test_what_stopped_a_recorder_is_named(healthy, cause, method, rule, message):
+    empty = replace(healthy, tokens=healthy.tokens.iloc[:0], rollouts=healthy.rollouts.iloc[:0])
+    empty = replace(empty, updates=healthy.updates.iloc[:0], steps=healthy.steps.iloc[:0])
+    stopped = event(replace(empty, info={**healthy.info, "method": method}), rule, message)
+    assert named(stopped) == [cause]
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        ("masked_inf", "ratio is inf at a masked position, and 0·inf is NaN"),
+        ("float16_overflow", "lm_head gives inf: float16 overflow"),
+    ],
+)
+def test_an_autopsy_is_named(healthy, cause, message):
+    broken = with_updates(healthy, loss=[0.1, *[math.nan] * (STEPS - 1)])
+    assert named(event(broken, "not_finite", message)) == [cause]
+
+
+# -- What is said
+
+
+def test_every_cause_has_words_and_every_identity_a_rule():
+    shown = {identity for identity, _ in RULES.values()}
+    assert set(REGISTRY) == shown and set(RULES) == set(_TEXTS)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_each_identity_is_needed(healthy, name):
+    recorded = PLANTED[name](healthy)
+    identity = name_causes(check_recorded(recorded), recorded)[0].identity
+    assert named(recorded, frozenset({identity}))[:1] != [name]
+
+
+def test_the_sentence_names_the_rows_that_carry_it(healthy):
+    recorded = flipped(healthy)
+    cause = name_causes(check_recorded(recorded), recorded)[0]
+    assert "rows 8 to 15" in cause.sentence and "100%" in cause.evidence
+    assert f"--step {cause.step}" in cause.show
+
+
+def test_a_verdict_counts_and_lists_what_holds(healthy):
+    fine, broken = Verdict.of(healthy), Verdict.of(flipped(healthy))
+    count = len(fine.results)
+    assert fine.count == f"{count} identities checked, {count} hold" and not fine.causes
+    assert broken.count == f"{count} identities checked, {count - 1} hold"
+    assert broken.lines()[2] == broken.causes[0].sentence
+    assert len(broken.lines()) < 60
+
+
+def test_two_causes_that_fit_are_both_named(healthy):
+    both = with_updates(flipped(healthy), update_norm=0.0)
+    assert named(both) == ["advantage_sign", "not_in_optimizer"]
