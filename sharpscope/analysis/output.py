@@ -27,6 +27,7 @@ from sharpscope.analysis.headline import largest_update
 from sharpscope.analysis.report import Page, page_of
 from sharpscope.analysis.sections import Marked, cell_text, is_text
 from sharpscope.analysis.study import Paths, last_step, nothing_found, quiet
+from sharpscope.analysis.summary import head_of
 from sharpscope.analysis.text import csv_text, shown
 from sharpscope.analysis.token_view import of_step, token_view
 from sharpscope.errors import UserError
@@ -158,6 +159,11 @@ PARTS = (
     *("Counterfactual updates", "Events and cost", "Claims", "Make it again"),
 )
 """The parts of the page in order."""
+MARK = (
+    '<circle class="lens" cx="20" cy="20" r="17"/>'
+    '<path class="peak" d="M6 28H13.5L20 7L26.5 28H34"/>'
+)
+"""The project's mark, a sharp peak under a lens, as elements of an SVG of 40 by 40; pages give it its colors."""
 _SVG = "data:image/svg+xml;base64,"
 
 
@@ -196,6 +202,7 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
         for name, content in parts.items()
         if content or name == "Tokens" or (name == "Curves" and charts)
     }
+    head = head_of(page)
     html = _environment().get_template("report.html.j2")
     return html.render(
         version=__version__,
@@ -217,7 +224,11 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
         text_columns=lambda frame: [is_text(frame.iloc[:, n]) for n in range(frame.shape[1])],
         cell_text=cell_text,
         one_line=lambda text: " ".join(text.replace("\n", " ⏎ ").split(" ")),
-        title=f"{len(names)} run{'s' * (len(names) != 1)}: {', '.join(names[:4])}{' …' * (len(names) > 4)}",
+        title=head.name if len(names) == 1 else f"{head.name}: {head.facts}",
+        head=head,
+        mark=Markup(MARK),
+        steps=dict.fromkeys(section.step for section in page.sections if section.step is not None),
+        of_step=lambda section: section.step,
         token_count=len(view["completions"]),
         token_rule=page.rule,
         token_notes=view["notes"],

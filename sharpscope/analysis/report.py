@@ -34,11 +34,11 @@ from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import SPIKE_Z, recorded_by
 from sharpscope.analysis.statistics import FEWEST, series_mean
-from sharpscope.analysis.study import Setting, Study, flat, last_step, per_run, studies
+from sharpscope.analysis.study import Setting, Study, flat, per_run, studies
+from sharpscope.analysis.summary import facts_of, verdict
 from sharpscope.analysis.text import (
     interval_text,
     method_label,
-    model_label,
     number,
     percent,
     printable,
@@ -84,7 +84,9 @@ class Page:
 def run_sections(run: Run) -> list[Section]:
     """One run, for a terminal: headline, curves, accuracy, sharpness, and what happened."""
     runs = Runs(run.path, {run.name: run}, {})
-    head = Section(f"{run.name} · {run.status}", _facts(run))
+    head = Section(f"{run.name} · {run.status}", facts_of(run))
+    if len(run.steps):
+        head = replace(head, content=f"{verdict(run)}\n{head.content}")
     if run.steps.empty:
         return [head, Section("", "No step is recorded yet."), *problem_sections(runs)]
     study = Study({run.name: run}, name=run.task)
@@ -141,7 +143,7 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     largest.sort(key=lambda one: one[1].times if one[1].z >= SPIKE_Z else -math.inf, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
         details = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
-        sections += [replace(section, part="Tokens") for section in details]
+        sections += [replace(section, part="Tokens", step=spike.step) for section in details]
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare
         instead = {"Runs": "Events and cost"}
@@ -421,34 +423,6 @@ def curve_table(run: Run) -> pd.DataFrame:
             end = interval_text(last[0], Z * last[1]) if math.isfinite(last[0]) else "not a number"
             rows.append((quantity.name, number(first, "not a number"), sparkline(values), end))
     return pd.DataFrame(rows, columns=["by step", "first", "", "last"])
-
-
-def _facts(run: Run) -> str:
-    """What was trained, on one line; of an imported trace a second line says what it lacks."""
-    config, info = flat(run.config), run.info
-    model, size = config.get("policy.model") or info.get("model"), info.get("parameters")
-    rate = config.get("optimizer.lr", config.get("learning_rate"))
-    sized = f" ({size / 1e6:,.3g} M parameters)" if size else ""
-    facts = {
-        f"method {method_label(run.method)}, task {run.task}, seed {run.seed}": True,
-        f"model {model_label(str(model))}{sized}": model,
-        f"{last_step(run)} of {config.get('steps') or config.get('max_steps') or '?'} steps": True,
-        f"learning rate {rate}": rate,
-        f"group size {config.get('rollout.group_size')}": config.get("rollout.group_size"),
-        f"started {info.get('started')}": info.get("started"),
-        f"on {info.get('device')}": info.get("device"),
-    }
-    said = ", ".join(fact for fact, is_known in facts.items() if is_known)
-    imported = info.get("imported")
-    if not isinstance(imported, dict):
-        return said
-    absent = (imported.get("not_recorded") or {}).items()
-    lacks = [
-        f"{table}: {', '.join(names) if run.rows(table) else 'all'}"
-        for table, names in absent
-        if names
-    ]
-    return f"{said}\nImported from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}."
 
 
 # -- Events and cost -----------------------------------------------------------------------------------------------------

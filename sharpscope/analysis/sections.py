@@ -34,6 +34,7 @@ class Section:
         part: the part of the page that it belongs to; parts are shown in the order of their first section.
         name: of the figure's or table's file.
         records: the rows as numbers, for `--json`; None: as the table shows them.
+        step: that it is about, where the page shows it with this step only.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Section:
     part: str = "Found"
     name: str = ""
     records: Sequence[Mapping[str, Any]] | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True)

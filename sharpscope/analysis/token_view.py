@@ -14,7 +14,7 @@ from sharpscope.analysis.study import ground_of
 from sharpscope.analysis.text import short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import complement
-from sharpscope.traces import Run
+from sharpscope.traces import TABLES, Run
 from sharpscope.traces.reader import Pieces, piece_maker
 
 BUDGET = 4_000_000
@@ -44,7 +44,7 @@ COLUMNS = {
     "clipped": "clipped",
     "polarity": "polarity",
     "adv": "advantage",
-}
+} | {name: name for name in TABLES["tokens"].names if name.startswith("effect_")}
 """Name in the page → column of the tokens table, or value of `token_values`."""
 CONSTANT = {"mismatch": 0.0, "kl": 0.0, "weight": 1.0, "ratio": 1.0, "clipped": 0.0}
 """Values of columns that are left out where every token has them."""
@@ -193,7 +193,7 @@ def _cut(text: object) -> str:
 SPIKES = 4
 """Spikes of a run that are shown: those that are the most times the typical gradient."""
 SPIKE_TOKENS = 8
-SPIKE_PROMPTS = 2
+SPIKE_PROMPTS = 3
 GROUP = 16
 """Completions of a prompt that are taken, at most."""
 FEW = 4

@@ -283,7 +283,7 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     )
     smooth = [float(np.mean(raw[max(0, i - 2) : i + 3])) for i in range(len(raw))]
     assert page.evaluate(values) == pytest.approx(smooth)
-    plot = page.locator(".u-over").first
+    plot = page.locator("#curves .u-over").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 30)
@@ -300,7 +300,7 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
     assert page.evaluate(span) == [[1, STEPS]] * len(zoomed)
     page.locator(".setting").first.click()
     assert page.evaluate("Curves.plots.every(({ u }) => !u.series[1].show && u.series[2].show)")
-    page.locator(".plot").first.focus()
+    page.locator("#curves .plot").first.focus()
     for _ in range(SPIKE):
         page.keyboard.press("ArrowRight")
     page.keyboard.press("Enter")
@@ -331,3 +331,53 @@ def test_axe_finds_no_violation_in_light_and_dark_on_both_screens(page, size):
             == []
         )
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 26)"
+
+
+def test_the_first_screen_says_what_happened_and_a_click_moves_everything(page, made):
+    _charts(page)
+    head = page.locator("section.first")
+    box = head.bounding_box()
+    assert box["y"] + box["height"] < 900 and page.locator(".numbers li").count() == 4
+    assert page.locator(".verdict").text_content().strip()
+    over = page.locator("#hero .u-over")
+    width = over.bounding_box()["width"]
+    over.click(position={"x": width * (STEPS - 1) / (STEPS - 1) - 1, "y": 100})
+    assert page.evaluate("location.hash") == f"#step-{STEPS}"
+    over.click(position={"x": width * (SPIKE - 1) / (STEPS - 1), "y": 100})
+    assert page.evaluate("location.hash") == f"#step-{SPIKE}"
+    blocks = page.locator(".of-step")
+    shown_steps = {each.get_attribute("data-step") for each in blocks.all() if each.is_visible()}
+    assert shown_steps == {str(SPIKE)} and blocks.count() > 2
+    groups = {(c["r"], c["g"]) for c in made.data("tokens")["completions"] if c["s"] == SPIKE}
+    assert page.locator("#completions .head").count() == min(6, len(groups)) > 1
+    assert all(
+        f"step {SPIKE} " in text
+        for text in page.locator("#completions .head .facts").all_text_contents()
+    )
+
+
+def test_axis_labels_are_whole_and_tables_have_no_shadow(page):
+    _charts(page)
+    labels = page.evaluate(
+        """Curves.plots.filter(({ u }) => u.width).map(({ u }) => {
+          const axis = u.axes[1];
+          const widest = Math.max(...(axis._values || []).map((text) => u.ctx.measureText(text).width / devicePixelRatio));
+          return [axis._size, widest];
+        })"""
+    )
+    assert len(labels) > 3 and all(size > widest + 6 for size, widest in labels)
+    assert (
+        page.locator(".scroll").first.evaluate("e => getComputedStyle(e).backgroundImage") == "none"
+    )
+
+
+def test_a_phone_shows_a_short_page(chromium, made):
+    context = chromium.new_context(viewport={"width": 390, "height": 844})
+    page = context.new_page()
+    page.goto(made.files.page.as_uri())
+    page.wait_for_selector("html[data-curves=drawn]")
+    assert page.evaluate("document.documentElement.scrollHeight") <= 6_000
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.locator("nav a", has_text="Tokens").click()
+    page.locator("#completions .token").first.wait_for()
+    context.close()

@@ -6,7 +6,16 @@ const Colors = (() => {
   const probability = (v) => (v === null ? null : Math.exp(number(v)));
   const product = (a, b, f) => a && b && a.map((v, i) => (v === null || b[i] === null ? null : f(number(v), number(b[i]))));
 
+  const effect = (name, what, unit) => ({
+    label: `effect on ${what}`, signed: true, of: (c) => c.c[name],
+    says: `what the token's part of the update does to ${what}, to first order through clip and optimizer; all tokens sum to the whole${unit}`,
+  });
+
   const CHOICES = {
+    effect_kl: effect("effect_kl", "the KL divergence of the step", " [nats]"),
+    effect_entropy: effect("effect_entropy", "the entropy", " [nats]"),
+    effect_heldout: effect("effect_heldout", "the held-out loss", " [nats]"),
+    effect_sharpness: effect("effect_sharpness", "the sharpness", ""),
     direction: {
       label: "direction", signed: true, ends: ["made less likely, underlined", "made more likely"],
       of: (c) => product(c.c.coef, c.c.logp, (coef, logp) => coef * Math.expm1(logp)),

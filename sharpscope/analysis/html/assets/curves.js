@@ -10,6 +10,13 @@ const Curves = (() => {
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
   const plots = [];
   const HEIGHT = 185; // pixels
+  const HERO = 270;
+  const SHOWN = 6; // charts that are open; the others are behind a button
+  /* Palette of the page in the dark: the same hues as in the light, lighter. */
+  const DARK = {
+    "#0173b2": "#4fb3e8", "#de8f05": "#f2b134", "#029e73": "#3fcf9b", "#d55e00": "#ff8f4d", "#cc78bc": "#e3a0d8",
+    "#ca9161": "#dcb48c", "#fbafe4": "#ffc9ec", "#949494": "#b5b5b5", "#ece133": "#f1ea6a", "#56b4e9": "#8fd0f5",
+  };
   let smoothing = 1;
   let zooming = false;
 
@@ -71,7 +78,7 @@ const Curves = (() => {
     ctx.setLineDash([]);
     chart.series.forEach((one, k) => {
       if (group.hidden.has(k)) return;
-      ctx.strokeStyle = ctx.fillStyle = group.settings[k].color;
+      ctx.strokeStyle = ctx.fillStyle = ink(group.settings[k]);
       const known = chart.x.map((x, i) => i).filter((i) => one.low && one.low[i] !== null && one.high[i] !== null);
       const y = (value) => at(chart.log ? Math.max(value, 1e-300) : value, "y");
       if (known.length && known.length <= 30) {
@@ -114,6 +121,31 @@ const Curves = (() => {
     return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   }
 
+  const ink = (setting) => (dark.matches ? DARK[setting.color] || setting.color : setting.color);
+
+  /* Width of the y axis: its longest label, so that none is cut. */
+  function widthOf(u, labels) {
+    return 22 + 7.2 * Math.max(3, ...(labels || []).map((text) => String(text || "").length));
+  }
+
+  /* Lines of a logarithmic axis: powers of ten, with 2 and 5 between where there are few. */
+  function logSplits(u, axis, low, high) {
+    const [first, last] = [Math.floor(Math.log10(low)), Math.ceil(Math.log10(high))];
+    const steps = last - first > 3 ? [1] : [1, 2, 5];
+    const found = [];
+    for (let e = first; e <= last; e += 1) for (const m of steps) found.push(m * 10 ** e);
+    return found.filter((v) => v >= low * 0.999 && v <= high * 1.001);
+  }
+
+  function axesOf(log) {
+    const axis = { stroke: color("--soft"), grid: { stroke: color("--grid"), width: 1 }, ticks: { stroke: color("--grid"), width: 1 } };
+    const whole = [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((e) => n * 10 ** e)).sort((a, b) => a - b);
+    const y = { ...axis, size: widthOf, values: (plot, ticks) => ticks.map((v) => (v === null ? "" : format(v))) };
+    if (log) y.splits = logSplits;
+    if (log) y.filter = (plot, splits) => splits;
+    return [{ ...axis, size: 32, incrs: whole }, y];
+  }
+
   function says(chart, group, index) {
     if (index === null || index === undefined) return "";
     const step = chart.x[index];
@@ -134,13 +166,12 @@ const Curves = (() => {
   }
 
   function draw(place, chart, group) {
-    const axis = { stroke: color("--soft"), grid: { stroke: color("--line"), width: 1 }, ticks: { stroke: color("--line"), width: 1 } };
     const few = chart.x.length <= 12;
     const named = group.settings.map((setting) => ({
-      label: setting.label, stroke: setting.color, width: 2, spanGaps: true, points: { show: few, size: 6, fill: setting.color },
+      label: setting.label, stroke: ink(setting), width: 2, spanGaps: true, points: { show: few, size: 6, fill: ink(setting) },
     }));
     const thin = chart.series.flatMap((one, k) => (one.seeds || [one.y]).map(() => ({
-      stroke: `${group.settings[k].color}66`, width: 1, spanGaps: true, points: { show: false },
+      stroke: `${ink(group.settings[k])}66`, width: 1, spanGaps: true, points: { show: false },
     })));
     let down = null;
     const u = new uPlot({
@@ -159,7 +190,7 @@ const Curves = (() => {
           },
         },
       },
-      axes: [{ ...axis, size: 32, incrs: [1, 2, 5].flatMap((n) => [0, 1, 2, 3, 4, 5, 6].map((e) => n * 10 ** e)).sort((a, b) => a - b) }, { ...axis, size: 60, values: (plot, ticks) => ticks.map((v) => (v === null ? "" : format(v))) }],
+      axes: axesOf(chart.log),
       series: [{}, ...named, ...thin],
       hooks: {
         draw: [(plot) => decorate(plot, chart, group)],
@@ -232,7 +263,11 @@ const Curves = (() => {
       if (group.name) place.append(make("h3", "", group.name));
       if (group.settings.length > 1) place.append(legend(group));
       const grid = make("div", "charts");
-      for (const chart of group.charts) {
+      const more = make("details", "more");
+      const rest = make("div", "charts");
+      more.append(make("summary", "", `${group.charts.length - SHOWN} more curves`), rest);
+      more.addEventListener("toggle", resize);
+      group.charts.forEach((chart, n) => {
         const box = make("div", "chart");
         const host = make("div", "plot");
         host.tabIndex = 0;
@@ -244,14 +279,108 @@ const Curves = (() => {
         const plot = { chart, group, host, u: null };
         host.addEventListener("keydown", (event) => onKey(event, plot));
         plots.push(plot);
-        grid.append(box);
-      }
+        (n < SHOWN ? grid : rest).append(box);
+      });
       place.append(grid);
+      if (group.charts.length > SHOWN) place.append(more);
       if (group.still.length) place.append(make("p", "small", `Not drawn, because they do not vary beyond rounding: ${group.still.join(", ")}.`));
     }
   }
 
+  function resize() {
+    for (const { u, host } of plots) if (u && host.clientWidth) u.setSize({ width: host.clientWidth, height: HEIGHT });
+    if (hero.u) hero.u.setSize({ width: hero.host.clientWidth, height: HERO });
+  }
+
+  /* Reward and gradient norm on one axis of steps, with the events named. */
+  const hero = { host: null, u: null };
+  const short = (text) => text.split(" · ")[0].replace(/, first of .*$/, "").slice(0, 34);
+
+  function nameEvents(u, events) {
+    const { ctx, bbox } = u;
+    const ends = [-Infinity, -Infinity, -Infinity];
+    ctx.save();
+    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+    ctx.strokeStyle = ctx.fillStyle = color("--soft");
+    ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
+    for (const [step, text] of events) {
+      const x = u.valToPos(step, "x", true);
+      if (x < bbox.left || x > bbox.left + bbox.width) continue;
+      line(ctx, x, bbox.top, x, bbox.top + bbox.height);
+      const width = ctx.measureText(short(text)).width;
+      const left = Math.max(bbox.left, Math.min(x + 4 * devicePixelRatio, bbox.left + bbox.width - width));
+      const row = ends.findIndex((end) => end < left);
+      if (row < 0) continue; // no room: the line stays, and pointing at it says what it is
+      ends[row] = left + width + 8 * devicePixelRatio;
+      ctx.fillText(short(text), left, bbox.top + (12 + 13 * row) * devicePixelRatio);
+    }
+    ctx.restore();
+  }
+
+  function drawHero() {
+    const root = document.getElementById("hero");
+    if (!root) return;
+    const group = groups[0];
+    const found = ["reward", "gradient norm before clipping"].map((title) => group.charts.find((chart) => chart.title === title));
+    const shown = found.filter(Boolean);
+    if (!shown.length) return;
+    if (!hero.host) {
+      const box = make("div", "chart");
+      const title = make("p", "title");
+      shown.forEach((chart, n) => {
+        const side = shown.length > 1 ? (n ? " (right)" : " (left)") : "";
+        title.append(make("b", n ? "second-line" : "first-line", chart.title), `${side}${n < shown.length - 1 ? " and " : ""}`);
+      });
+      title.append(" by step. Click on a step to see its tokens.");
+      hero.host = make("div", "plot");
+      hero.host.tabIndex = 0;
+      hero.host.setAttribute("role", "group");
+      hero.host.setAttribute("aria-label", "reward and gradient norm by step: arrow keys move, Enter opens the step's tokens");
+      box.append(title, hero.host, make("p", "readout"));
+      root.append(box);
+      hero.host.addEventListener("keydown", (event) => onKey(event, { u: hero.u, chart: shown[0], group, host: hero.host }));
+    }
+    if (hero.u) hero.u.destroy();
+    const names = ["y", "g"];
+    const x = [...new Set(shown.flatMap((chart) => chart.x))].sort((a, b) => a - b);
+    const data = [x];
+    const series = [{}];
+    shown.forEach((chart, n) => chart.series.forEach((one, k) => {
+      const at = new Map(chart.x.map((step, i) => [step, one.y[i]]));
+      data.push(x.map((step) => at.get(step) ?? null));
+      const single = chart.series.length < 2;
+      const stroke = single ? color(n ? "--second" : "--main") : ink(group.settings[k]);
+      series.push({ stroke, scale: names[n], width: n ? 1.4 : 2.2, dash: n && !single ? [5, 4] : [], spanGaps: true, points: { show: false } });
+    }));
+    const scales = { x: { time: false, range: (plot, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } };
+    const axes = [axesOf(false)[0]];
+    shown.forEach((chart, n) => {
+      scales[names[n]] = {
+        distr: chart.log ? 3 : 1,
+        range: () => {
+          const [low, high] = visibleEnds(chart, { hidden: new Set() }, -Infinity, Infinity);
+          return chart.log ? uPlot.rangeLog(low, high, 10, false) : uPlot.rangeNum(low, high + 0.25 * (high - low), 0.1, true);
+        },
+      };
+      const axis = axesOf(chart.log)[1];
+      axes.push({ ...axis, scale: names[n], side: n ? 1 : 3, stroke: color(n ? "--second" : "--main"), grid: n ? { show: false } : axis.grid });
+    });
+    const readout = (u) => (u.cursor.left < 0 || u.cursor.idx === null ? "" : `step ${format(x[u.cursor.idx])}: ${shown.map((chart, n) => {
+      const offset = 1 + shown.slice(0, n).reduce((sum, one) => sum + one.series.length, 0);
+      return `${chart.title} ${chart.series.map((_, k) => format(u.data[offset + k][u.cursor.idx])).join(", ")}`;
+    }).join(" · ")}${group.events.filter(([at]) => at === x[u.cursor.idx]).map(([, text]) => ` · ${text}`).join("")}`);
+    hero.u = new uPlot({
+      width: hero.host.clientWidth, height: HERO, legend: { show: false }, cursor: { y: false, drag: { x: false, y: false } }, scales, axes, series,
+      hooks: {
+        draw: [(u) => nameEvents(u, group.events)],
+        setCursor: [(u) => { hero.host.nextSibling.textContent = readout(u); }],
+      },
+    }, data, hero.host);
+    hero.u.over.addEventListener("click", () => hero.u.cursor.idx !== null && open(x[hero.u.cursor.idx]));
+  }
+
   function redraw() {
+    drawHero();
     const zoomed = plots.find(({ u }) => u)?.u.scales.x;
     for (const plot of plots) {
       if (plot.u) plot.u.destroy();
@@ -290,7 +419,7 @@ const Curves = (() => {
     new ResizeObserver(() => {
       if (Math.abs(place.clientWidth - width) < 2) return;
       width = place.clientWidth;
-      for (const { u, host } of plots) u.setSize({ width: host.clientWidth, height: HEIGHT });
+      resize();
     }).observe(place);
     document.documentElement.dataset.curves = "drawn";
   }));

@@ -3,6 +3,7 @@
 (() => {
   const PAGE = 12;
   const SIDE = 16;
+  const GROUPS = 6;
   const { data, make } = Tokens;
   const by = (id) => document.getElementById(id);
   const list = by("completions");
@@ -76,6 +77,21 @@
       .sort((a, b) => data.completions[a].n - data.completions[b].n));
   }
 
+  /* What a group is, above its completions. */
+  function headOf(members) {
+    const rewards = members.map((c) => c.reward).filter((r) => typeof r === "number");
+    const known = members.filter((c) => c.ok !== null);
+    const head = make("div", "head");
+    const run = data.runs.length > 1 ? `${data.runs[members[0].r]} · ` : "";
+    const parts = [`${run}step ${members[0].s} · ${members.length} completions of one prompt`];
+    if (known.length) parts.push(`${known.filter((c) => c.ok).length} of ${known.length} right`);
+    if (rewards.length) parts.push(`mean reward ${Colors.format(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`);
+    parts.push(`here for: ${members[0].why}`);
+    head.append(make("p", "facts", parts.join(" · ")), Tokens.prompt(members[0], true));
+    return head;
+  }
+
+  /* One group; of a chosen step all that the file has, so that no prompt behind a spike is missed. */
   function drawGroup() {
     const all = groups();
     at = Math.max(0, Math.min(at, all.length - 1));
@@ -87,18 +103,12 @@
       by("count").textContent = "0 prompts";
       return;
     }
-    const members = all[at].map((i) => data.completions[i]);
-    const rewards = members.map((c) => c.reward).filter((r) => typeof r === "number");
-    const known = members.filter((c) => c.ok !== null);
-    const head = make("div", "head");
-    const run = data.runs.length > 1 ? `${data.runs[members[0].r]} · ` : "";
-    const parts = [`${run}step ${members[0].s} · ${members.length} completions of one prompt`];
-    if (known.length) parts.push(`${known.filter((c) => c.ok).length} of ${known.length} right`);
-    if (rewards.length) parts.push(`mean reward ${Colors.format(rewards.reduce((a, b) => a + b, 0) / rewards.length)}`);
-    parts.push(`here for: ${members[0].why}`);
-    head.append(make("p", "facts", parts.join(" · ")), Tokens.prompt(members[0], true));
-    list.replaceChildren(head, ...all[at].map((i) => Tokens.card(i, scale(), false)));
-    by("count").textContent = `Prompt ${at + 1} of ${all.length}`;
+    const whole = control.step.value !== "" && all.length > 1;
+    const drawn = whole ? [...all.slice(at), ...all.slice(0, at)].slice(0, GROUPS) : [all[at]];
+    list.replaceChildren(...drawn.flatMap((members) => [
+      headOf(members.map((i) => data.completions[i])), ...members.map((i) => Tokens.card(i, scale(), false)),
+    ]));
+    by("count").textContent = whole ? `${drawn.length} of the ${all.length} prompts of step ${control.step.value}` : `Prompt ${at + 1} of ${all.length}`;
   }
 
   function drawSides() {

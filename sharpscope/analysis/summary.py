@@ -1,0 +1,193 @@
+"""A run in one sentence and four numbers: the head of the page, of the card, and what `show` says first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.curves import run_values
+from sharpscope.analysis.headline import largest_update, moved_tokens
+from sharpscope.analysis.measures import STEPS
+from sharpscope.analysis.study import flat, last_step, per_run
+from sharpscope.analysis.text import method_label, model_label, number, printable
+from sharpscope.diagnose import diagnose
+from sharpscope.errors import UserError
+from sharpscope.traces import Run
+
+if TYPE_CHECKING:
+    from sharpscope.analysis.report import Page
+
+WANTED = (
+    "reward",
+    "held-out accuracy, greedy [%]",
+    "held-out accuracy, T = 1 [%]",
+    STEPS["grad_norm"].name,
+    STEPS["entropy_mean"].name,
+    STEPS["kl_step"].name,
+    STEPS["completion_length_mean"].name,
+)
+"""Quantities of the numbers at the head, the first four that were recorded at two steps or more."""
+NUMBERS = 4
+POINTS = 40
+FINDINGS = 2
+"""Findings of `sharpscope diagnose` that a verdict names."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A quantity at the head of a page: its value at the end, from where it came, and its course.
+
+    Attributes:
+        title: of the quantity, with its unit.
+        first, last: means of the first and the last tenth of the steps, as text.
+        values: at most POINTS means over the course, for a sparkline.
+    """
+
+    title: str
+    first: str
+    last: str
+    values: list[float]
+
+    def path(self, width: float = 120.0, height: float = 28.0) -> str:
+        """The course as the path of an SVG element of this size."""
+        data = np.asarray(self.values)
+        spread = float(np.ptp(data)) or 1.0
+        x = np.linspace(1.0, width - 1.0, len(data))
+        y = height - 2.0 - (height - 4.0) * (data - data.min()) / spread
+        return "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+
+
+def numbers(run: Run) -> list[Number]:
+    """The first NUMBERS of WANTED that the run recorded."""
+    values = run_values(run).dropna(subset=["value"])
+    made: list[Number] = []
+    for name in WANTED:
+        data = values[values["quantity"] == name].sort_values("step")["value"].to_numpy(float)
+        accuracy_known = "accuracy" in name and any("accuracy" in one.title for one in made)
+        if len(data) < 2 or accuracy_known:
+            continue
+        tenth = -(-len(data) // 10)
+        first, last = number(data[:tenth].mean()), number(data[-tenth:].mean())
+        parts = np.array_split(data, min(POINTS, len(data)))
+        made.append(Number(name, first, last, [float(part.mean()) for part in parts]))
+    return made[:NUMBERS]
+
+
+def facts_of(run: Run) -> str:
+    """What was trained, on one line; of an imported trace a second line says what it lacks."""
+    config, info = flat(run.config), run.info
+    model, size = config.get("policy.model") or info.get("model"), info.get("parameters")
+    rate = config.get("optimizer.lr", config.get("learning_rate"))
+    sized = f" ({size / 1e6:,.3g} M parameters)" if size else ""
+    facts = {
+        f"method {method_label(run.method)}, task {run.task}, seed {run.seed}": True,
+        f"model {model_label(str(model))}{sized}": model,
+        f"{last_step(run)} of {config.get('steps') or config.get('max_steps') or '?'} steps": True,
+        f"learning rate {rate}": rate,
+        f"group size {config.get('rollout.group_size')}": config.get("rollout.group_size"),
+        f"started {info.get('started')}": info.get("started"),
+        f"on {info.get('device')}": info.get("device"),
+    }
+    said = ", ".join(fact for fact, is_known in facts.items() if is_known)
+    imported = info.get("imported")
+    if not isinstance(imported, dict):
+        return said
+    absent = (imported.get("not_recorded") or {}).items()
+    lacks = [
+        f"{table}: {', '.join(names) if run.rows(table) else 'all'}"
+        for table, names in absent
+        if names
+    ]
+    return f"{said}\nImported from {imported.get('from')}; not recorded: {'; '.join(lacks) or 'nothing is missing'}."
+
+
+@per_run
+def verdict(run: Run) -> str:
+    """What happened, in one paragraph: the reward, what `diagnose` found first, and the leading token of the largest update."""
+    return " ".join(_sentences(run)) or "No step is recorded yet."
+
+
+def _sentences(run: Run) -> Iterator[str]:
+    """The sentences of a verdict."""
+    for one in numbers(run)[:2]:
+        if one.title == "reward" or "accuracy" in one.title:
+            name, unit = one.title.removesuffix(" [%]"), " %" if "[%]" in one.title else ""
+            yield f"{name[0].upper()}{name[1:]} {one.first} → {one.last}{unit}."
+    yield from findings(run)
+    spike = largest_update(run)
+    leading = [] if spike is None else moved_tokens(run, spike.step, 1)
+    if spike is not None and leading:
+        way = {1: "pushed up", -1: "pushed down"}.get(leading[0].sentence.direction, "leads it")
+        token = printable(leading[0].sentence.token.strip() or leading[0].sentence.token, 24)
+        yield f"Largest update with tokens at step {spike.step}: “{token}” {way}."
+
+
+def findings(run: Run) -> list[str]:
+    """What `sharpscope diagnose` says first of a run; of a packed or very short run nothing."""
+    if not run.path.is_dir():
+        return []
+    try:
+        found = diagnose(run.path)
+    except UserError:
+        return []
+    causes = [cause.sentence for cause in found.causes[:1]]
+    return causes or [
+        f"{one.rule.title} from step {one.step}." for one in found.findings[:FINDINGS]
+    ]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The first screen of a page: name, facts in a line, verdict, and at most four numbers (title, value, detail, path)."""
+
+    name: str
+    facts: str
+    verdict: str = ""
+    numbers: Sequence[Mapping[str, str]] = ()
+
+
+def head_of(page: Page) -> Head:
+    """The head of a page: of one run its verdict and numbers, of several their main differences."""
+    runs = page.runs
+    names = list(runs.by_name)
+    if not page.sections:  # the tokens of one step
+        return Head(", ".join(names), "completions, token by token")
+    if len(runs) == 1:
+        run = runs[0]
+        made = [
+            {"title": n.title, "value": n.last, "detail": f"from {n.first}", "path": n.path()}
+            for n in numbers(run)
+        ]
+        return Head(names[0], facts_of(run).split("\n")[0], verdict(run), made)
+    listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+    asked = [one for one in page.sections if one.title.startswith("Did ")][:1]
+    compared = [one for one in page.sections if one.part == "Compare"][:1] if asked else []
+    tables = [one.content for one in (*asked, *compared) if isinstance(one.content, pd.DataFrame)]
+    tables = [table for table in tables if {"quantity", "difference"} <= set(table)]
+    found = {row["quantity"]: row for table in tables for row in table.to_dict("records")}
+    rows = list(found.values())[:NUMBERS]
+    made = [
+        {"title": f"{r['quantity']}, difference", "value": r["difference"], "detail": r["shows"]}
+        for r in rows
+    ]
+    said = [f"{row['quantity']}: {row['difference']}, {row['shows']}." for row in rows[:2]]
+    text = " ".join([*(one.title for one in asked), *said])
+    return Head(
+        f"{len(names)} runs", listed, text or verdict(runs[0]), [one | {"path": ""} for one in made]
+    )
+
+
+def leading_tokens(run: Run, top: int = 6) -> pd.DataFrame:
+    """token, direction, share, step: the tokens that moved the model most in the run's most informative step."""
+    spike = largest_update(run)
+    moved = [] if spike is None else moved_tokens(run, spike.step, top)
+    rows = [
+        {"token": one.sentence.token, "direction": one.sentence.direction, "share": one.share}
+        for one in moved
+    ]
+    frame = pd.DataFrame(rows, columns=["token", "direction", "share"])
+    return frame.assign(step=None if spike is None else spike.step)
