@@ -593,8 +593,15 @@ def trainer_step(
                 group["lr"] = float(recorded["lr"])
             optimizer.step()
             moved = update_norms(optimizer, groups)
-            norms = (norm.total, norm.total, moved.total, factor)
-            made.append(UpdateResult(math.nan, *norms, False, layers=(norm.layers, moved.layers)))
+            made.append(
+                UpdateResult(
+                    grad_norm=norm.total,
+                    plain_norm=norm.total,
+                    update_norm=moved.total,
+                    clip_factor=factor,
+                    layers=(norm.layers, moved.layers),
+                )
+            )
         return made
 
     draw = None

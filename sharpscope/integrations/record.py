@@ -27,10 +27,13 @@ from sharpscope.methods.named import parse_method
 from sharpscope.methods.token_weights import UniformWeight
 from sharpscope.policy import Rollouts
 from sharpscope.policy.guard import guarded
-from sharpscope.recording.core import Recorder, dropout_of
+from sharpscope.recording.capture import prompt_texts, sequences_of
+from sharpscope.recording.core import Recorder
 from sharpscope.recording.guard import ended_by
+from sharpscope.recording.measurements import ClippedUpdate
 from sharpscope.recording.observers import StepObserver
-from sharpscope.recording.steps import Work, prompt_texts, sequences_of
+from sharpscope.recording.recorded_model import dropout_of
+from sharpscope.recording.schedule import StepCost
 
 
 def record(
@@ -157,7 +160,7 @@ class LoopRecorder(Recorder):
         updates: int,
         **options: Any,
     ) -> None:
-        self.period, self.work = updates, Work(epochs=updates)
+        self.period, self.cost = updates, StepCost(epochs=updates)
         name, lr = f"loop with {type(optimizer).__name__}", float(optimizer.param_groups[0]["lr"])
         self.info = {
             "method": "loop",
@@ -298,10 +301,12 @@ class LoopRecorder(Recorder):
 
         opened = partial(self._open, sequences.rollouts, known, given)
         for serial, rows, mine in self._pieces(sequences.rollouts, opened):
-            self._step.compare(serial, rows, theirs[mine])
-            keep = self._step.use(serial, rows, {name: value[mine] for name, value in loss.items()})
+            self.capture.compare(serial, rows, theirs[mine])
+            keep = self.capture.use(
+                serial, rows, {name: value[mine] for name, value in loss.items()}
+            )
             logp.register_hook(partial(hook, keep, mine))
-        self._step.seconds["recording_s"] += time.perf_counter() - started
+        self.capture.seconds["recording_s"] += time.perf_counter() - started
 
     def _pieces(
         self, rollouts: Rollouts, opened: Callable[[list[int]], int]
@@ -363,7 +368,7 @@ class LoopRecorder(Recorder):
         groups = groups.tolist() if isinstance(groups, Tensor) else groups
         made = self.open_batch(part, advantage.to(device)[rows], [groups[row] for row in new])
         # the present policy is not that of the step's start
-        if "old_logp" in given and self._step.updates:
+        if "old_logp" in given and self.capture.updates:
             stats = made.tokens.stats
             old = known("old_logp", torch.zeros_like(inside, dtype=stats.logp.dtype))[rows][
                 :, : stats.logp.shape[1]
@@ -375,27 +380,26 @@ class LoopRecorder(Recorder):
 
     def _gradient(self, loss: Tensor | float | None) -> None:
         self._seen.clear()
-        self._step.micro += 1
+        self.capture.micro += 1
         if loss is not None:
             self.given |= {"loss"}
-            self._step.losses.append(torch.as_tensor(loss).detach().float().cpu())
+            self.capture.losses.append(torch.as_tensor(loss).detach().float().cpu())
         self.gradient_done()
 
-    def _close_step(self) -> None:
-        seconds = self._step.seconds  # what was not recording is training and generation
+    def close_step(self) -> None:
+        """Write the step's rows; what was not recording since the last step is training and generation."""
+        seconds = self.capture.seconds
         seconds["training_s"] = time.perf_counter() - self._closed - seconds["recording_s"]
-        super()._close_step()
+        super().close_step()
         self._closed, self._rows = time.perf_counter(), {}
 
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of a step's first update."""
-        # of another loss
-        function, factor = (
-            self._loss_fn,
-            None if dropout_of(self.model) else self._step.gradient[2],
-        )
+        function = self._loss_fn
+        # with dropout the gradient is of another loss
+        factor = None if dropout_of(self.model) else self.capture.clip_factor
         if function is None:
-            self._warn(
+            self.warn_once(
                 "probe", "info", "critical sharpness is not measured: step() was not given loss_fn"
             )
             return
@@ -406,7 +410,11 @@ class LoopRecorder(Recorder):
             with guarded(self.model), torch.no_grad():
                 return distributed.sum_values(float(function())) / distributed.world_size()
 
-        observer.critical(self.model, self.optimizer, value, clip_factor=factor)
+        observer.critical(
+            ClippedUpdate(
+                model=self.model, optimizer=self.optimizer, loss_fn=value, clip_factor=factor
+            )
+        )
 
 
 def _present(ids: Tensor, counted: Tensor, pad: int) -> Tensor:

@@ -28,10 +28,13 @@ from sharpscope.errors import UserError
 from sharpscope.policy.guard import guarded
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import reshard
-from sharpscope.recording.core import Recorder, dropout_of, original_forward
+from sharpscope.recording.capture import sequences_of
+from sharpscope.recording.core import Recorder
 from sharpscope.recording.guard import ended_by
+from sharpscope.recording.measurements import ClippedUpdate
 from sharpscope.recording.observers import StepObserver
-from sharpscope.recording.steps import Work, sequences_of
+from sharpscope.recording.recorded_model import dropout_of, original_forward
+from sharpscope.recording.schedule import StepCost
 from sharpscope.rules.table import OF_ROLLOUTS
 
 IGNORED = -100
@@ -131,7 +134,7 @@ class TrainerRecorder(Recorder):
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
-        before = sum(self._step.seconds.values())
+        before = sum(self.capture.seconds.values())
         loss: Tensor = self._original["training_step"](*args, **kwargs)
         self.safely(lambda: self._micro_step_done(loss, started, before))
         if self.trainer.accelerator.sync_gradients:
@@ -139,7 +142,7 @@ class TrainerRecorder(Recorder):
         return loss
 
     def _micro_step_done(self, loss: Tensor, started: float, before: float) -> None:
-        step = self._step  # what was generated and recorded meanwhile is no training
+        step = self.capture  # what was generated and recorded meanwhile is no training
         step.seconds["training_s"] += (
             time.perf_counter() - started - (sum(step.seconds.values()) - before)
         )
@@ -178,16 +181,21 @@ class TrainerRecorder(Recorder):
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of a step's first update."""
         if self._kept:
-            start, (loss, _, factor) = self.loss_again(), self._step.gradient
+            start, loss = self.loss_again(), self.capture.loss
             # With dropout the gradient is of another loss, so its slope is not that of the loss computed again.
             same = (
                 not dropout_of(self.model)
-                if self.work.generated
+                if self.cost.generated
                 else math.isclose(start, loss, rel_tol=1e-2)
             )
-            clip = factor if same else None
             observer.critical(
-                self.model, self.optimizer, self.loss_again, start=start, clip_factor=clip
+                ClippedUpdate(
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    loss_fn=self.loss_again,
+                    start=start,
+                    clip_factor=self.capture.clip_factor if same else None,
+                )
             )
         self._kept = []
 
@@ -317,7 +325,7 @@ class SupervisedRecorder(TrainerRecorder):
         ]
         self.pairs = kind == "dpo"
         reference = self.pairs and not getattr(trainer.args, "precompute_ref_log_probs", False)
-        self.work = Work(
+        self.cost = StepCost(
             rows=rows_of_update(trainer.args) * (2 if self.pairs else 1), reference=reference
         )
         notes = (
@@ -342,7 +350,7 @@ class SupervisedRecorder(TrainerRecorder):
             loss = compute(model, inputs, *args, **kwargs)
         started = time.perf_counter()
         self.in_step(lambda: self._tokens(given, found))
-        self._step.seconds["recording_s"] += time.perf_counter() - started
+        self.capture.seconds["recording_s"] += time.perf_counter() - started
         if self.recording and self.observers.critical_due(self.step_number):
 
             def again(factor: float) -> float:
@@ -375,15 +383,15 @@ class SupervisedRecorder(TrainerRecorder):
         parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]
         made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), parts=parts)
         ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
-        keep = self._step.use(made.serial, torch.arange(n))
+        keep = self.capture.use(made.serial, torch.arange(n))
         tokens, number = int(mask.sum()), found.labels
         if found.kind == "log_probs":
-            self._step.gaps.append(
+            self.capture.gaps.append(
                 (sequences.gather(found.values.to(ours)) - ours).abs()[mask].cpu()
             )
         elif number and tokens:  # the model's loss is −Σ log π / N
             gap = abs(float(found.values) * number + float(ours[mask].double().sum())) / tokens
-            self._step.gaps.append(torch.full((tokens,), gap))
+            self.capture.gaps.append(torch.full((tokens,), gap))
 
         def coefficients(gradient: Tensor) -> Tensor:
             """(n, T) ∂L/∂log π from the gradient that reaches the log-probabilities or the model's loss."""

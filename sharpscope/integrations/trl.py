@@ -30,8 +30,8 @@ from sharpscope.methods.method import PpoClip
 from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.head import backbone
 from sharpscope.policy.token_stats import flat_stats, spread
-from sharpscope.recording.core import dropout_of
-from sharpscope.recording.steps import Work
+from sharpscope.recording.recorded_model import dropout_of
+from sharpscope.recording.schedule import StepCost
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 OLDEST, OLDEST_OF_DPO, NEWEST = (1, 0), (1, 16), (1, 16)
@@ -111,7 +111,9 @@ class GrpoRecorder(TrainerRecorder):
         self._current: dict[str, Any] | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
         parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
-        self.work = Work(int(trainer.num_iterations), parts, rows_of_update(args), generated=True)
+        self.cost = StepCost(
+            int(trainer.num_iterations), parts, rows_of_update(args), generated=True
+        )
         # Whether the first update of a step uses all its completions, so that their statistics can come from its loss.
         # `parts` rounds down
         whole = int(args.steps_per_generation) <= args.gradient_accumulation_steps
@@ -143,9 +145,9 @@ class GrpoRecorder(TrainerRecorder):
         total = (rewards * self.trainer.reward_weights.cpu()[None]).nansum(1)
         total[rewards.isnan().all(1)] = math.nan  # TRL counts it as 0
         done = time.perf_counter()
-        self._step.seconds["generation_s"] += done - started
+        self.capture.seconds["generation_s"] += done - started
         self._open(output, rewards, ids, total)
-        self._step.seconds["recording_s"] += time.perf_counter() - done
+        self.capture.seconds["recording_s"] += time.perf_counter() - done
 
     def _open(
         self, output: dict[str, Any], rewards: Tensor, ids: list[list[int]], total: Tensor
@@ -169,8 +171,8 @@ class GrpoRecorder(TrainerRecorder):
         parts = [dict(zip(names, row, strict=True)) for row in rewards[mine].tolist()]
         if missing := int(total.isnan().sum()):
             text = f"{missing} of {len(total)} completions got no reward from any reward function (NaN; TRL counts 0)"
-            self._event("nan_reward", "warning", text, missing / len(total), 0.0)
-        measured = self.observers.schedule.due("norms", self.step_number)
+            self.event("nan_reward", "warning", text, missing / len(total), 0.0)
+        measured = self.observers.schedule.norms.due(self.step_number)
         self._reads_loss = self._can_read_loss and self.gap < SAME and not measured
         labels = [(number, group) for group in prompt.tolist()]
         self.open_batch(rollouts, advantage.detach(), labels, parts, measure=not self._reads_loss)
@@ -211,8 +213,8 @@ class GrpoRecorder(TrainerRecorder):
         """
         started, numbers = time.perf_counter(), inputs[ROW]
         serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
-        if self._reads_loss and not self._step.updates:
-            batch, width, head = self._step.batch(serial), logp.shape[1], self.policy.head
+        if self._reads_loss and not self.capture.updates:
+            batch, width, head = self.capture.batch(serial), logp.shape[1], self.policy.head
             mask = batch.rollout_batch.rollouts.completion_mask[
                 rows.to(batch.device), :width
             ].bool()
@@ -223,21 +225,21 @@ class GrpoRecorder(TrainerRecorder):
                 getattr(batch.tokens.stats, name)[rows.to(batch.device), :width] = spread(
                     values, mask
                 )
-        self._step.compare(serial, rows, logp)
-        keep = self._step.use(serial, rows, token_loss(self.trainer, inputs, logp))
+        self.capture.compare(serial, rows, logp)
+        keep = self.capture.use(serial, rows, token_loss(self.trainer, inputs, logp))
         logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
-        self._step.seconds["recording_s"] += time.perf_counter() - started
+        self.capture.seconds["recording_s"] += time.perf_counter() - started
 
     def _keep(self, inputs: dict[str, Any]) -> None:
         """Keep a micro-batch with π_old's log-probabilities; without them TRL takes the present ones, and its loss is constant."""
-        if self._step.updates or not self.observers.critical_due(self.step_number):
+        if self.capture.updates or not self.observers.critical_due(self.step_number):
             return
 
         def again() -> Any:
             """TRL's loss of the micro-batch at the present weights."""
             known, numbers = inputs.get("old_per_token_logps"), inputs[ROW]
             if known is None:
-                logp = self._step.batch(int(numbers[0, 0])).tokens.stats.logp
+                logp = self.capture.batch(int(numbers[0, 0])).tokens.stats.logp
                 known = logp[numbers[:, 1].to(logp.device)][
                     :, : inputs["completion_ids"].shape[1]
                 ].to(numbers.device)

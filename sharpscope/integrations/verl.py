@@ -269,7 +269,15 @@ class VerlRecorder(Guard):
             )
         lr, skipped = float(optimizer.param_groups[0]["lr"]), not math.isfinite(norm)
         rows.updates.append(
-            UpdateResult(math.nan, norm, norm, size, 1.0, skipped, lr=lr, layers=layers)
+            UpdateResult(
+                grad_norm=norm,
+                plain_norm=norm,
+                update_norm=size,
+                clip_factor=1.0,
+                skipped=skipped,
+                lr=lr,
+                layers=layers,
+            )
         )
 
     def _made(self, rows: _Rows, metrics: dict[str, Any]) -> None:

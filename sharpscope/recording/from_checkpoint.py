@@ -27,8 +27,8 @@ from sharpscope.methods.plan import calibrate, prepare
 from sharpscope.policy import Policy, Rollouts, TokenStats, completions_of
 from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scorer
+from sharpscope.recording.measurements import layer_values, leading
 from sharpscope.recording.norms import layer_groups, norms
-from sharpscope.recording.observers import layer_values, leading
 from sharpscope.recording.rows import rounded
 from sharpscope.recording.step import step_tensors
 from sharpscope.rules.judging import Event

@@ -45,7 +45,7 @@ from sharpscope.tasks import Example, Task
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
-    from sharpscope.recording.observers import MeasurementSchedule
+    from sharpscope.recording.schedule import Timetable
 
 
 ENOUGH = 200
@@ -138,11 +138,11 @@ class SurfaceProbes:
         config: RunConfig,
         view: Callable[[], ModelView],
         drawer: Drawer | None,
-        schedule: MeasurementSchedule,
+        times: Timetable,
     ) -> None:
         self.config, self.view, self.drawer = config, view, drawer
         self.spec = config.probes
-        self.schedule = schedule
+        self.times = times  # of the surface
         self.probe_set: ProbeSet | None = None
         # of the perturbations, found at the first probe and kept in run.json
         self.radius: Radius | None = None
@@ -160,7 +160,7 @@ class SurfaceProbes:
         if info.get("probe_radius"):
             self.radius = Radius(**info["probe_radius"])
         events = []
-        if self.schedule.every["surface"] and self.spec.functionals:
+        if self.times.every and self.spec.functionals:
             events = self._few_prompts(few, probe_set)
         bare = [
             split
@@ -168,7 +168,7 @@ class SurfaceProbes:
             if split in self.spec.splits
             and not any(item.solution for item in probe_set.split(split))
         ]
-        if not self.schedule.every["surface"] or "nll" not in self.spec.functionals or not bare:
+        if not self.times.every or "nll" not in self.spec.functionals or not bare:
             return events
         left = tuple(name for name in self.spec.functionals if name != "nll") or (
             "expected_failure",
@@ -193,14 +193,7 @@ class SurfaceProbes:
 
     def due(self, step: int) -> bool:
         """Whether the surface is probed after `step` (0: before training)."""
-        return self.schedule.due("surface", step)
-
-    def update_due(self, step: int) -> bool:
-        """Whether the critical sharpness is measured in `step`: at the planned places, else in step 1 and those that are probed."""
-        if "surface" in self.schedule.at:
-            return self.spec.critical_sharpness and self.schedule.due("surface", step)
-        every = self.schedule.every["surface"]
-        return self.spec.critical_sharpness and bool(every) and (step == 1 or step % every == 0)
+        return self.times.due(step)
 
     def along_update(
         self, model: nn.Module, direction: Sequence[Tensor | None], guess: float

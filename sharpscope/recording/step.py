@@ -6,8 +6,10 @@ A step is one batch of rollouts and what is learned from it; an update is one op
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -193,16 +195,16 @@ class UpdateRotation:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class UpdateResult:
     """One optimizer step; norms are L2 over all trainable parameters, before clipping."""
 
-    loss: float
+    loss: float = math.nan
     grad_norm: float  # of the gradient that the optimizer gets
     plain_norm: float  # of the loss's own gradient, which probes see; they differ where a method reshapes it (SAM)
     update_norm: float
     clip_factor: float
-    skipped: bool
+    skipped: bool = False
     problem: str = ""  # what is not finite; empty if all is
     broken: bool = False  # the model's weights are not finite
     lr: float = math.nan
@@ -224,6 +226,8 @@ class StepResult:
     corrected: bool = False  # whether the tokens have a factor for the sampler's policy
     # KL(π_old‖π) of the whole step [nats / token]; None if not measured
     kl_step: float | None = None
+    later_uses: Mapping[str, np.ndarray] | None = None
+    """Columns of the table uses without `step`: tokens in updates after their first; None without any."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from sharpscope.traces.files import (
     RUN_FILE,
     RunLock,
     check_free,
+    claim_run_dir,
     create_run_dir,
     create_run_info,
     free_name,

@@ -108,6 +108,34 @@ def create_run_dir(path: str | Path) -> Path:
     return folder
 
 
+def claim_run_dir(path: str | Path) -> tuple[Path, RunLock]:
+    """Create and lock the folder of a new run at the first free name of `free_name`, also where others do so at once.
+
+    The caller releases the lock.
+    """
+    while True:
+        folder = output_folder(free_name(path))
+        lock = RunLock(folder)
+        try:
+            lock.__enter__()
+        except UserError:
+            if has_writer(folder) or not never_began(folder):
+                continue  # another process was first
+            raise
+        if (folder / RUN_FILE).exists():  # it began, and has ended
+            lock.__exit__()
+            continue
+        try:
+            (folder / STARTING).touch()
+            (folder / TRACES).mkdir(exist_ok=True)
+        except OSError as error:
+            lock.__exit__()
+            raise UserError(
+                f"out: {folder} cannot be written ({error.strerror}); choose another folder"
+            ) from error
+        return folder, lock
+
+
 def never_began(folder: Path) -> bool:
     """Whether a folder is empty or left by a run that was killed before it wrote run.json."""
     content = set(folder.iterdir())

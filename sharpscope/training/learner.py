@@ -16,7 +16,7 @@ from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.memory import require_memory
 from sharpscope.methods import Method
-from sharpscope.methods.loss import MethodState, clipped_norm, k3
+from sharpscope.methods.loss import MethodState, clipped_norm
 from sharpscope.methods.method import CurvatureTokens
 from sharpscope.methods.plan import Plan, calibrate, per_token, prepare
 from sharpscope.methods.token_weights import number
@@ -26,12 +26,13 @@ from sharpscope.policy.head import output_head
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_shard
 from sharpscope.policy.token_stats import Moments, flat_curvature, flat_proxy
+from sharpscope.recording.capture import StepCapture
+from sharpscope.recording.checks import kl_of_step
 from sharpscope.recording.norms import clip_factor, layer_groups, norms
 from sharpscope.recording.step import (
     PendingUpdate,
     RolloutBatch,
     StepResult,
-    StepTokens,
     UpdateResult,
     UpdateRotation,
     step_tensors,
@@ -47,9 +48,6 @@ BeforeFirstUpdate = Callable[[TokenStats, Tensor], bool]
 """Gets π_old's statistics and the token weights (N, T); False leaves the updates of the step out."""
 BeforeStep = Callable[[PendingUpdate], None]
 """Sees an update between its gradient and the optimizer's step; changes nothing."""
-
-KL_PART, KL_FEWEST = 16, 4
-"""One in KL_PART completions of a step, at least about KL_FEWEST, are scored again after its last update."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +168,9 @@ class Learner:
         compares each update with the reference objective's. Coefficients ∂L/∂log π of the tokens `without` (N, T) are set to 0.
         """
         stats = self.scorer.statistics(rollouts) if stats is None else stats
-        tokens = StepTokens.unused(stats)
-        updates: list[UpdateResult] = []
+        batch = RolloutBatch([], rollouts, [], advantage, None)
+        capture = StepCapture.of_known(batch, stats)
+        updates = capture.updates
         warnings: tuple[str, ...] = ()
         mask = rollouts.completion_mask.bool().cpu()
         if bool(mask.any()):
@@ -189,7 +188,7 @@ class Learner:
                 progress,
                 method,
                 plan,
-                tokens,
+                capture,
                 rotations,
                 before_optimizer,
                 without=without,
@@ -201,30 +200,40 @@ class Learner:
                     and before_first_update is not None
                     and not before_first_update(stats, plan.weight)
                 ):
-                    updates.append(work.skip(gradient, gradient.norm))
+                    work.skip(gradient, gradient.norm)
                     break
                 if before_step is not None and gradient.finite:
                     # Before the gradient is reshaped: the tokens' coefficients are those of the loss's own gradient.
-                    first_use = tokens.update[rows] == index
+                    first_use = capture.batches[0].tokens.update[rows] == index
                     clips = self.clips(method, progress)
                     before_step(
-                        PendingUpdate(
-                            index, rows, first_use, gradient.tokens.coef, gradient.norm, clips
-                        )
+                        PendingUpdate(index, rows, first_use, gradient.coef, gradient.norm, clips)
                     )
-                updates.append(work.apply(gradient))
+                work.apply(gradient)
         except NonFiniteError as error:  # a token weight
             self.optimizer.zero_grad(set_to_none=True)
             updates.append(
                 UpdateResult(
-                    math.nan, math.nan, math.nan, 0.0, 0.0, skipped=True, problem=str(error)
+                    grad_norm=math.nan,
+                    plain_norm=math.nan,
+                    update_norm=0.0,
+                    clip_factor=0.0,
+                    skipped=True,
+                    problem=str(error),
                 )
             )
         made = any(not update.skipped for update in updates) and not any(
             update.broken for update in updates
         )
-        kl = self._kl_step(rollouts, mask, stats) if made else None
-        return StepResult(updates, tokens, warnings, method.correction is not None, kl)
+        kl = kl_of_step(rollouts, stats.logp, self.scorer.log_probabilities) if made else None
+        return StepResult(
+            updates,
+            capture.batches[0].tokens,
+            warnings,
+            method.correction is not None,
+            kl,
+            capture.later_uses({0: 0}),
+        )
 
     def _proximal(self, method: Method, rollouts: Rollouts) -> Tensor | None:
         """Log-probabilities (N, T) [nats] under the averaged policy, which moves to this step; None for methods without one."""
@@ -233,17 +242,6 @@ class Learner:
         average = self.state.averaged(method.proximal.decay, self.parameters)
         with torch.no_grad(), placed(self.parameters, average):
             return self.scorer.log_probabilities(rollouts)
-
-    def _kl_step(self, rollouts: Rollouts, mask: Tensor, stats: TokenStats) -> float | None:
-        """KL(π_old‖π) [nats / token] on a part of the step's completions; `stats` are π_old's, `mask` (N, T) the loss tokens."""
-        rows = torch.arange(0, len(rollouts), max(1, min(len(rollouts) // KL_FEWEST, KL_PART)))
-        if not bool(mask[rows].any()):
-            return None
-        logp = self.scorer.log_probabilities(rollouts.rows(rows)).double().cpu()
-        width = logp.shape[1]
-        return float(
-            k3(stats.logp[rows].double().cpu()[:, :width], logp)[mask[rows][:, :width]].mean()
-        )
 
     def compare(
         self,
@@ -264,10 +262,11 @@ class Learner:
         `halves` gets the gradient's angles on every other prompt and on the rest [degrees], unless the method reshapes its gradient.
         `at_update` is called with the weights moved by the update, which are put back; the optimizer's state does not move.
         """
-        tokens = StepTokens.unused(stats)
+        batch = RolloutBatch([], rollouts, [], advantage, None)
+        capture = StepCapture.of_known(batch, stats)
         plan = self.plan(rollouts, advantage, step, progress, method, stats)
         work = Updates(
-            self, rollouts, advantage, progress, method, plan, tokens, references=references
+            self, rollouts, advantage, progress, method, plan, capture, references=references
         )
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)

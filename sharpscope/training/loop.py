@@ -24,10 +24,12 @@ from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
 from sharpscope.recording import run_folder
 from sharpscope.recording.health import Quantities, StepHealth, not_finite, temperature_gap
+from sharpscope.recording.measurements import ClippedUpdate
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.probe_sets import Drawer, check_probe_set
-from sharpscope.recording.rows import rollout_columns, steps_row, token_columns, update_columns
+from sharpscope.recording.rows import steps_row
 from sharpscope.recording.step import RolloutBatch, StepResult
+from sharpscope.recording.writer import FinishedStep, StepWriter
 from sharpscope.rules.judging import Event, judge
 from sharpscope.settings import known_settings
 from sharpscope.tasks import Task, make_task
@@ -252,6 +254,9 @@ class _Run:
         try:
             with run_folder.trace_writer(run_dir) as writer, _stop_after_step(self._interrupt):
                 self.writer = writer
+                self.rows = StepWriter(
+                    writer, config.recording, self.policy.head, config.rollout.temperature
+                )
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
                 if checkpoint is None:
@@ -351,13 +356,17 @@ class _Run:
             before_first_update=health.allows_updates,
             before_step=observer,
             before_optimizer=lambda loss_fn, factor: observer.critical(
-                self.policy.model, self.optimizer, loss_fn, clip_factor=factor
+                ClippedUpdate(
+                    model=self.policy.model,
+                    optimizer=self.optimizer,
+                    loss_fn=loss_fn,
+                    clip_factor=factor,
+                )
             ),
-            rotations=schedule.due("rotation", step) and not is_reference(method),
+            rotations=schedule.rotation.due(step) and not is_reference(method),
         )
         rotating = sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
-        if rotating:
-            schedule.spend("rotation", rotating)
+        schedule.rotation.seconds += rotating
         probing = observer.seconds + rotating
         learned = time.perf_counter()
         row = steps_row(step, batch, result, method, progress, lr)
@@ -370,13 +379,29 @@ class _Run:
         )
         if largest:
             self.recent = [*self.recent[-49:], math.log(largest)]
-        self._record(step, batch, result, observer)
-        tables = time.perf_counter() - learned
-        schedule.end_step(learned - started - probing, tables)
-        times = {"generation_s": drawn - started, "training_s": learned - drawn - probing}
-        times["recording_s"] = tables + probing
-        self.writer.append("updates", update_columns(step, result.updates))
-        self.writer.append("steps", row | times)
+        finished = FinishedStep(
+            number=step,
+            batch=batch,
+            result=result,
+            row=row,
+            measured=observer.columns,
+            by_layer=observer.by_layer,
+            written=observer.written,
+            probes=[observer.rows] if observer.rows else [],
+            later_uses=result.later_uses,
+        )
+
+        def seconds() -> dict[str, float]:
+            """The step's time by part, when its large tables are written."""
+            tables = time.perf_counter() - learned
+            schedule.end_step(training=learned - started - probing, tables=tables)
+            return {
+                "generation_s": drawn - started,
+                "training_s": learned - drawn - probing,
+                "recording_s": tables + probing,
+            }
+
+        self.rows.write(finished, seconds)
         self.writer.flush()
         run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
@@ -428,8 +453,8 @@ class _Run:
 
     def _report(self, events: Sequence[Event]) -> None:
         """Write events to the trace and show them; one whose action is `stop` ends the run after this step."""
+        self.rows.events(events)
         for event in events:
-            self.writer.append("events", event.row())
             self.display.event(event)
             if event.action == "stop" and not self.stop:
                 self.stop = f"{event.rule}: {event.message}"
@@ -441,29 +466,11 @@ class _Run:
             self.writer.append("probes", entropy)
         if self.observers.probe_set is not None and self.observers.surface.due(step):
             self.display.status(f"step {step}: probing the loss surface")
-            started = time.perf_counter()
-            tables, events = self.observers.surface.rows(step)
-            for name, rows in tables.items():
-                self.writer.append(name, rows)
-            self._report(events)
-            self.observers.schedule.spend("surface", time.perf_counter() - started)
-
-    def _record(
-        self, step: int, batch: RolloutBatch, result: StepResult, observer: StepObserver
-    ) -> None:
-        """Write the scheduled rows of a step."""
-        spec = self.config.recording
-        if spec.rollouts_every and step % spec.rollouts_every == 0:
-            self.writer.append("rollouts", rollout_columns(step, batch))
-        if observer.columns or (spec.tokens_every and step % spec.tokens_every == 0):
-            temperature = self.config.rollout.temperature
-            head, layers = self.policy.head, observer.by_layer
-            columns = token_columns(
-                step, batch, result, observer.columns, head, temperature, layers, observer.written
-            )
-            self.writer.append("tokens", columns)
-        if observer.rows:
-            self.writer.append("probes", observer.rows)
+            with self.observers.schedule.surface.timed():
+                tables, events = self.observers.surface.rows(step)
+                for name, rows in tables.items():
+                    self.writer.append(name, rows)
+                self._report(events)
 
     def _evaluate(self, step: int) -> None:
         """Evaluate the policy and write the rows."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
@@ -17,16 +17,15 @@ from sharpscope import distributed
 from sharpscope.methods import Method, reference_method
 from sharpscope.methods.loss import entropy_bonus, policy_loss, token_normalizer
 from sharpscope.methods.plan import Plan, prepare
-from sharpscope.policy import Rollouts
+from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scored, shortest
 from sharpscope.policy.token_stats import flat_entropy
+from sharpscope.recording.capture import StepCapture
 from sharpscope.recording.norms import Norms, gradient_norms, total_norm, update_norms
 from sharpscope.recording.step import (
-    StepTokens,
     UpdateResult,
     UpdateRotation,
-    UpdateTokens,
     step_tensors,
 )
 from sharpscope.tokens import coming_step
@@ -49,7 +48,7 @@ are, which every process must call, and what clipping has multiplied the gradien
 BROKEN = "an update made model weights that are not finite, and no later update can repair them"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Gradient:
     """The gradient of one update's loss, which is in `.grad`."""
 
@@ -58,7 +57,8 @@ class _Gradient:
     pass_index: int
     loss: float
     norms: Norms
-    tokens: UpdateTokens
+    coef: Tensor  # (n, T) ∂L/∂log π
+    summary: dict[str, float]  # of what its tokens do
     entropy: float | None  # mean over its tokens [nats]; None without a bonus
 
     @property
@@ -74,7 +74,7 @@ class _Gradient:
 
 @dataclass(frozen=True)
 class Updates:
-    """The updates of one step; `tokens` is filled in as they are made."""
+    """The updates of one step, which `capture` records."""
 
     learner: Learner
     rollouts: Rollouts
@@ -82,7 +82,7 @@ class Updates:
     progress: float
     method: Method
     plan: Plan
-    tokens: StepTokens
+    capture: StepCapture
     rotations: bool = False
     before_optimizer: BeforeOptimizer | None = None
     # halves of reference gradients of all rows, by their objective
@@ -91,9 +91,21 @@ class Updates:
 
     def gradient(self, index: int, rows: Tensor, pass_index: int) -> _Gradient:
         """Compute the gradient of update `index` and record what its tokens do."""
-        loss, tokens, entropy = self._backward(rows, pass_index, index)
-        norms = gradient_norms(self.learner.parameters, self.learner.groups)
-        return _Gradient(index, rows, pass_index, loss, norms, tokens, entropy)
+        loss, entropy = self._backward(rows, pass_index, record=True)
+        self.capture.keep_first_use()
+        tokens = self.capture.pending_tokens()
+        used = int(tokens.used.sum())
+        has_bonus = self.method.entropy is not None and used > 0
+        return _Gradient(
+            index=index,
+            rows=rows,
+            pass_index=pass_index,
+            loss=loss,
+            norms=gradient_norms(self.learner.parameters, self.learner.groups),
+            coef=tokens.coef,
+            summary=tokens.summary(),
+            entropy=entropy / used if has_bonus else None,
+        )
 
     @property
     def _entropy_coef(self) -> float:
@@ -119,19 +131,21 @@ class Updates:
     def _result(
         self, gradient: _Gradient, norms: Norms, moved: Norms, clip_factor: float, **rest: Any
     ) -> UpdateResult:
-        """An update with the norms of the gradient that the optimizer gets and of its step."""
-        return UpdateResult(
-            gradient.loss,
-            norms.total,
-            gradient.norm,
-            moved.total,
-            clip_factor,
+        """An update with the norms of the gradient that the optimizer gets and of its step, which is recorded."""
+        result = UpdateResult(
+            loss=gradient.loss,
+            grad_norm=norms.total,
+            plain_norm=gradient.norm,
+            update_norm=moved.total,
+            clip_factor=clip_factor,
             lr=float(self.learner.optimizer.param_groups[0]["lr"]),
-            summary=gradient.tokens.summary(),
+            summary=gradient.summary,
             entropy=gradient.entropy,
             layers=(norms.layers, moved.layers),
             **rest,
         )
+        self.capture.record_update(result)
+        return result
 
     def reshape(self, gradient: _Gradient) -> Norms:
         """Let the method's `Sharpness` replace the gradient in `.grad`; returns its norms."""
@@ -140,7 +154,7 @@ class Updates:
             return gradient.norms
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
         with _moved(parameters, first, spec.rho / norm):
-            self._backward(gradient.rows, gradient.pass_index, None)
+            self._backward(gradient.rows, gradient.pass_index)
         if spec.kind == "gradient_norm_penalty":
             for parameter, value in zip(parameters, first, strict=True):
                 if value is not None and parameter.grad is not None:
@@ -168,7 +182,6 @@ class Updates:
             self.before_optimizer(partial(self._loss, gradient.rows, gradient.pass_index), plain)
         learner.optimizer.step()
         moved = update_norms(learner.optimizer, learner.groups)
-        self.tokens.count(gradient.rows, gradient.tokens)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
         end: dict[str, Any] = {
@@ -177,6 +190,11 @@ class Updates:
             "broken": broken,
         }
         return self._result(gradient, norms, moved, clip.share, rotation=rotation, **end)
+
+    @property
+    def _stats(self) -> TokenStats:
+        """(N, T) of the policy at the start of the step."""
+        return self.capture.batches[0].tokens.stats
 
     def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""
@@ -194,7 +212,7 @@ class Updates:
         options: dict[str, Any] = {
             "keep": self.plan.keep[rows],
             "group": group,
-            "dtype": self.tokens.stats.logp.dtype,
+            "dtype": self._stats.logp.dtype,
         }
         return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(
             mask.sum()
@@ -246,18 +264,17 @@ class Updates:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _backward(
-        self, rows: Tensor, pass_index: int, index: int | None, part: Tensor | None = None
-    ) -> tuple[float, UpdateTokens, float | None]:
+        self, rows: Tensor, pass_index: int, *, part: Tensor | None = None, record: bool = False
+    ) -> tuple[float, float]:
         """∇L of some rows, in ascending order, into `.grad`, summed over microbatches and processes.
 
-        Returns L, what the rows' tokens do and the mean entropy of those that take part (None without a bonus or tokens).
-        They are recorded as those of update `index`; with None, nothing is. With `part`, some of the rows, only their terms
-        of L are computed. Groups without an advantage, whose terms are 0, have no backward pass.
+        Returns L and the sum of the entropies in its bonus [nats]. With `record` the capture gets what the rows' tokens do. With
+        `part`, some of the rows, only their terms of L are computed. Groups without an advantage, whose terms are 0, have no
+        backward pass.
         """
         learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
         normalizer, loss_tokens = self._normalizer(rows)
-        tokens = UpdateTokens.zeros(normalizer.shape, self.tokens.stats.logp.dtype)
         total, entropy = 0.0, 0.0
         part = rows if part is None else part
         groups = rollouts.group.cpu()[part]
@@ -265,92 +282,88 @@ class Updates:
         # all processes run the same passes; gradients are zeros, not None
         if scorer.sharded or not bool(moving.any()):
             moving = torch.ones_like(moving)
-        local_rows, batches = scorer.split(rollouts, part[moving])
-        still, without_gradient = (
-            scorer.split(rollouts, part[~moving]) if index is not None else (local_rows[:0], [])
-        )
-        local_rows = torch.cat([local_rows, still])
+        _, batches = scorer.split(rollouts, part[moving])
+        still = scorer.split(rollouts, part[~moving])[1] if record else []
         idle = scorer.idle_passes(batches)
-        for number, micro in enumerate([*batches, *without_gradient]):
-            local, moves, plan = (
-                torch.searchsorted(rows, micro),
-                number < len(batches),
-                self.plan.rows(micro),
+        for number, micro in enumerate([*batches, *still]):
+            scale = normalizer[torch.searchsorted(rows, micro)]
+            loss, bonus = self._microbatch(
+                micro, scale, pass_index, loss_tokens, moves=number < len(batches), record=record
             )
-            with torch.set_grad_enabled(moves):
-                scored, reference = self._scored(micro, moves)
-                # (n, T)
-                logp, options = (
-                    scored.logp,
-                    {"reference_logp": reference, "pass_index": pass_index},
-                )
-                out = policy_loss(self.method, plan, logp, normalizer[local], **options)  # type: ignore[arg-type]
-                loss, kl_coef = out.loss, torch.zeros_like(logp)
-                mask = plan.pass_mask(pass_index)
-                # a term of its own: `logp.grad`, the coefficients, does not have it
-                if scored.values is not None:
-                    bonus = entropy_bonus(
-                        self._entropy_coef, plan, scored.values, loss_tokens, pass_index=pass_index
-                    )
-                    loss = loss - bonus
-                    entropy += float(
-                        torch.where(mask, scored.values.detach(), 0.0).sum(dtype=torch.float64)
-                    )
-            if moves:
-                if out.divergence is not None:
-                    (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
-                if self.without is not None:
-                    left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
-                    logp.register_hook(partial(torch.masked_fill, mask=left_out, value=0.0))
-                logp.retain_grad()
-                loss.backward()
-            total += float(loss.detach())
-            if index is not None:
-                coef = torch.zeros_like(logp) if logp.grad is None else logp.grad
-                tokens.coef[local] = coef.detach().to("cpu", tokens.coef.dtype)
-                seen = {"clipped": out.clipped, "ratio": out.ratio}
-                tokens.write(
-                    local, mask, **seen, kl=out.kl, log_ratio=logp.detach() - plan.behavior_logp
-                )
-                by_entropy = (
-                    0.0 if scored.values is None else -self._entropy_coef / max(loss_tokens, 1)
-                )
-                seen |= {
-                    name: getattr(plan, name) for name in ("weight", "correction", "advantage")
-                }
-                seen |= {
-                    "loss_coef": coef,
-                    "kl_coef": kl_coef,
-                    "entropy_coef": torch.full_like(logp, by_entropy),
-                }
-                self._record(index, micro, mask, {**seen, "ref_logp": reference})
+            total, entropy = total + loss, entropy + bonus
         for _ in range(idle):
             (self._scored(shortest(rollouts), True)[0].logp.sum() * 0.0).backward()
         distributed.sum_gradients(learner.parameters)
-        if index is not None:
-            distributed.exchange_rows(torch.searchsorted(rows, local_rows), tokens.tensors())
-            distributed.exchange_rows(local_rows, self.tokens.tensors())
-        used = int(tokens.used.sum())
-        mean = (
-            distributed.sum_values(entropy) / used
-            if self.method.entropy is not None and used
-            else None
-        )
-        return distributed.sum_values(total), tokens, mean
+        if record:
+            self.capture.collect(rows.device)
+            self.capture.merge_uses()
+        return distributed.sum_values(total), distributed.sum_values(entropy)
 
-    def _record(
-        self, index: int, micro: Tensor, mask: Tensor, values: Mapping[str, Tensor | None]
-    ) -> None:
-        """Keep what the tokens `mask` of these rows did, unless an earlier update used them."""
-        tokens = self.tokens
-        first = mask.cpu() & (tokens.update[micro] < 0)
-        for name, value in values.items():
-            if value is not None:
-                target = getattr(tokens, name)
-                target[micro] = torch.where(
-                    first, value.detach().cpu().to(target.dtype), target[micro]
+    def _microbatch(
+        self,
+        micro: Tensor,
+        normalizer: Tensor,
+        pass_index: int,
+        loss_tokens: int,
+        *,
+        moves: bool,
+        record: bool,
+    ) -> tuple[float, float]:
+        """Add the gradient of the rows `micro` (n,) to `.grad` if it `moves`, else it is 0; their part of L and of the entropies."""
+        plan = self.plan.rows(micro)
+        mask = plan.pass_mask(pass_index)
+        entropy, by_entropy = 0.0, 0.0
+        with torch.set_grad_enabled(moves):
+            scored, reference = self._scored(micro, moves)
+            logp = scored.logp  # (n, T)
+            out = policy_loss(
+                self.method,
+                plan,
+                logp,
+                normalizer,
+                reference_logp=reference,
+                pass_index=pass_index,
+            )
+            loss = out.loss
+            # a term of its own: the coefficients do not have it
+            if scored.values is not None:
+                coef = self._entropy_coef
+                loss = loss - entropy_bonus(
+                    coef, plan, scored.values, loss_tokens, pass_index=pass_index
                 )
-        tokens.update[micro] = torch.where(first, index, tokens.update[micro])
+                inside = torch.where(mask, scored.values.detach(), 0.0)
+                entropy, by_entropy = (
+                    float(inside.sum(dtype=torch.float64)),
+                    -coef / max(loss_tokens, 1),
+                )
+        kl_coef = torch.zeros_like(logp)
+        if moves and out.divergence is not None:
+            (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
+        if moves and self.without is not None:
+            left_out = self.without[micro].to(logp.device)[:, : logp.shape[1]]
+            logp.register_hook(partial(torch.masked_fill, mask=left_out, value=0.0))
+        if record:
+            known = {
+                "ratio": out.ratio,
+                "log_ratio": logp.detach() - plan.behavior_logp,
+                "clipped": out.clipped,
+                "kl": out.kl,
+                "weight": plan.weight,
+                "correction": plan.correction,
+                "advantage": plan.advantage,
+                "kl_coef": kl_coef,
+                "entropy_coef": torch.full_like(logp, by_entropy),
+            }
+            if reference is not None:
+                known["ref_logp"] = reference
+            keep = self.capture.use(0, micro, known, used=mask)
+            if moves:
+                logp.register_hook(keep)
+            else:
+                keep(torch.zeros_like(logp))
+        if moves:
+            loss.backward()
+        return float(loss.detach()), entropy
 
     # -- rotation ----------------------------------------------------------------------------------------------------
 
@@ -358,7 +371,7 @@ class Updates:
     def _reference(self) -> Updates:
         """The updates of the reference objective on the same rollouts."""
         method = reference_method(self.method)
-        advantage, stats = self.advantage, self.tokens.stats
+        advantage, stats = self.advantage, self._stats
         if method.advantage != self.method.advantage:
             advantage = step_advantages(method, self.rollouts)
         tensors = step_tensors(self.rollouts, advantage, stats, stats.logp, self.progress, method)
@@ -376,7 +389,7 @@ class Updates:
         try:
             for half in (groups.unique()[::2], groups.unique()[1::2]):
                 if len(half):
-                    self._reference._backward(rows, 0, None, rows[torch.isin(groups, half)])
+                    self._reference._backward(rows, 0, part=rows[torch.isin(groups, half)])
                     halves.append([p.grad for p in parameters])
         finally:
             for parameter, value in zip(parameters, gradients, strict=True):
@@ -420,7 +433,7 @@ class Updates:
         found = []
         for number, reference in enumerate(self._reference_halves(rows)):
             part = rows[torch.isin(groups, groups.unique()[number::2])]
-            self._backward(rows, 0, None, part)
+            self._backward(rows, 0, part=part)
             gradients = [p.grad for p in self.learner.parameters]
             found.append(rotation(gradients, reference).angle)
         return found

@@ -21,9 +21,9 @@ import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.integrations.importers import Options, import_files
-from sharpscope.recording import observers
-from sharpscope.recording import steps as price
-from sharpscope.recording.steps import Work, places
+from sharpscope.recording import measurements
+from sharpscope.recording import schedule as price
+from sharpscope.recording.schedule import StepCost, measurement_plan
 from tests.integrations.trainers import plain_trainer, small_model, tokenizer
 
 PROMPTS = [[2, 3], [4], [5, 6, 7], [8, 9]]
@@ -134,8 +134,8 @@ def equal(one: list[dict[str, torch.Tensor]], two: list[dict[str, torch.Tensor]]
 def test_each_number_is_autograds_and_the_weights_are_the_same(
     tmp_path: Path, narrow: bool, monkeypatch
 ):
-    monkeypatch.setattr(observers, "TOLERANCE", 1 / 16)
-    monkeypatch.setattr(observers, "EVALUATIONS", 40)
+    monkeypatch.setattr(measurements, "TOLERANCE", 1 / 16)
+    monkeypatch.setattr(measurements, "EVALUATIONS", 40)
     plain = loop(small_model(), clip=0.5)
     options = {"recording": ALL, "critical_sharpness": 1, "correct": 0.5}
     kept = loop(small_model(), tmp_path / "run", clip=0.5, narrow=narrow, **options)
@@ -361,9 +361,9 @@ def test_the_price_is_bounded():
             [draw.randint(1, most) for most in (8, 8, 512)],
             [draw.random() < 0.5 for _ in range(2)],
         )
-        work = Work(*sizes, *flags)
+        work = StepCost(*sizes, *flags)
         exact = draw.choice([0, 2, 100])
-        plan = places(steps, work, critical=critical, exact=exact)
+        plan = measurement_plan(steps, work, critical=critical, exact=exact)
         norms = price.NORMS + price.EXACT * exact / work.rows
         cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * price.CRITICAL * (
             1 + work.reference
@@ -380,14 +380,16 @@ def test_the_price_is_bounded():
         assert len(plan.norms) < 2 or steps in plan.norms
 
 
-def test_without_a_known_end_the_share_holds_at_every_step():
+def test_without_a_known_end_the_first_step_is_measured_and_the_share_holds_from_then_on():
     for epochs in range(1, 9):
         for rows in (1, 8, 200):
             plan, cost = (
-                places(0, Work(epochs, 1, rows), critical=True),
+                measurement_plan(0, StepCost(epochs, 1, rows), critical=True),
                 price.NORMS + price.EXACT / rows + price.CRITICAL,
             )
-            for done, step in enumerate(sorted(plan.norms), 1):
+            first, *others = sorted(plan.norms)
+            assert first == 1 and len(others) == price.MOST_PLACES and plan.spikes == 3
+            for done, step in enumerate(others, 1):
                 assert done * cost <= price.MOST_SHARE * price.TRAINING * epochs * step * (1 + 1e-9)
 
 

@@ -349,7 +349,7 @@ def test_statistics_from_trls_own_forward_pass_are_those_of_the_recorders(
         "statistics",
         lambda *args, **named: measured.append(1) or statistics(*args, **named),
     )
-    monkeypatch.setattr(GrpoRecorder, "_kl_step", lambda *_: None)
+    monkeypatch.setattr("sharpscope.recording.core.kl_of_step", lambda *_: None)
     runs, weights = [], []
     for same in (recorded_step.SAME, 0.0):
         monkeypatch.setattr(recorded_step, "SAME", same)
@@ -445,7 +445,7 @@ FAILING = [
     "gradient_done",
     "before_update",
 ]
-FAILING += ["observe_update", "after_update", "_close_step", "_kl_step", "_append"]
+FAILING += ["observe_update", "after_update", "close_step", "_finished_step", "_judge"]
 
 
 @pytest.mark.may_stop
@@ -621,10 +621,10 @@ def test_the_samplers_correction_is_recorded(tmp_path: Path):
 
 
 def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: Path, monkeypatch):
-    from sharpscope.recording import observers
+    from sharpscope.recording import measurements
 
     seen: list[tuple[float, float, float]] = []
-    search = observers.critical_sharpness
+    search = measurements.critical_sharpness
 
     def compared(loss_fn: Any, model: Any, direction: Any, **options: Any) -> Any:
         """The slope by a central difference of TRL's own loss, and the losses on both sides of the crossing."""
@@ -648,7 +648,7 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
         assert at(0.97 * found.lower) <= seen[-1][2] < at(1.03 * found.upper)
         return found
 
-    monkeypatch.setattr(observers, "critical_sharpness", compared)
+    monkeypatch.setattr(measurements, "critical_sharpness", compared)
     one = trainer(tmp_path / "t", max_steps=2, max_grad_norm=0.05)
     record(one, out=tmp_path / "run", recording={"token_gradients_every": 1}, critical_sharpness=1)
     one.train()

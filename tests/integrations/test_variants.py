@@ -227,7 +227,7 @@ def check(make: Any, arguments: dict[str, Any], folder: Path) -> None:
             "loss_type 'cispo' holds factors constant",
         ),
         (trainer, {"loss_type": "vespo"}, "loss_type 'vespo' holds factors constant"),
-        (trainer, {"num_iterations": 2, "max_steps": 4, "optim": "sgd"}, "AdamW"),
+        (trainer, {"num_iterations": 2, "max_steps": 4, "optim": "adafactor"}, "Adafactor"),
     ],
 )
 def test_what_is_withheld_has_its_reason(make, arguments, reason, tmp_path: Path):

@@ -30,7 +30,7 @@ import sharpscope
 from sharpscope.config import build_config
 from sharpscope.policy import completions_of
 from sharpscope.policy.sharding import full_tensor
-from sharpscope.recording import observers
+from sharpscope.recording import measurements
 from sharpscope.tasks import Reward
 from sharpscope.training import rollouts as drawing
 from sharpscope.training import train
@@ -205,8 +205,8 @@ def plain_trainer(folder: Path, *, kind: Any = None, **arguments: Any) -> Any:
 
 def search_finely(patch: pytest.MonkeyPatch) -> None:
     """Let a run's line search for the critical sharpness end at 1/16, for comparison with a dense one."""
-    patch.setattr(observers, "TOLERANCE", 1 / 16)
-    patch.setattr(observers, "EVALUATIONS", 40)
+    patch.setattr(measurements, "TOLERANCE", 1 / 16)
+    patch.setattr(measurements, "EVALUATIONS", 40)
 
 
 class Weights(TrainerCallback):

@@ -101,7 +101,7 @@ def train_all(folder: Path) -> None:
 
 
 FAILING = ("start", "_generated", "_open", "_tokens", "_use", "_micro_step_done", "gradient_done")
-FAILING += ("before_update", "observe_update", "after_update", "_close_step", "loss")
+FAILING += ("before_update", "observe_update", "after_update", "close_step", "loss")
 """Methods of recorders that fail in one process only; `loss`: the trainer's own, when it is computed again."""
 
 

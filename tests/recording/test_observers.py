@@ -20,7 +20,7 @@ from sharpscope.methods import Method, named_method, reference_method
 from sharpscope.methods.advantages import estimate_advantages
 from sharpscope.methods.method import GroupAdvantage
 from sharpscope.policy import load_policy
-from sharpscope.recording import observers
+from sharpscope.recording import measurements, observers, schedule
 from sharpscope.recording.norms import clip_factor
 from sharpscope.surface import runner
 from sharpscope.tokens import norms
@@ -132,7 +132,7 @@ def test_exact_norms_are_those_of_autograd(toy_config):
 
 def test_at_most_so_many_spikes_are_measured(toy_config, monkeypatch):
     monkeypatch.setattr(observers, "robust_z", lambda recent, value: 99.0)
-    monkeypatch.setattr(observers, "MOST_SPIKES", 2)
+    monkeypatch.setattr(schedule, "MOST_SPIKES", 2)
     changes = {
         "recording__token_gradients_every": 0,
         "recording__heldout_influence_every": 0,
@@ -186,7 +186,7 @@ def test_sums_over_sampled_groups_are_unbiased(share, groups):
     found = []
     for _ in range(3000):
         written = torch.isin(group, torch.randperm(12, generator=random)[:groups])
-        rows, probability = observers.sample_groups(group, moved, share, random, written)
+        rows, probability = measurements.sample_groups(group, moved, share, random, written)
         assert bool(written[rows].all()) and bool(moved[rows].any())
         found.append(float(values[rows].sum()) / probability)
     error = np.std(found) / math.sqrt(len(found))

@@ -14,7 +14,6 @@ from sharpscope.config.run import OptimizerSpec
 from sharpscope.policy import load_policy
 from sharpscope.policy.sharding import ModelView
 from sharpscope.recording.norms import gradient_norms, layer_groups, update_norms
-from sharpscope.recording.observers import MeasurementSchedule
 from sharpscope.recording.probe_sets import (
     Drawer,
     SurfaceProbes,
@@ -22,6 +21,7 @@ from sharpscope.recording.probe_sets import (
     run_probe_set,
 )
 from sharpscope.recording.rows import steps_row, unweighted_gradient
+from sharpscope.recording.schedule import Timetable
 from sharpscope.recording.step import StepTokens
 from sharpscope.surface import Objective, limited_surface
 from sharpscope.surface.operators import unflatten
@@ -131,7 +131,10 @@ def probes_of(config):
     optimizer = torch.optim.AdamW(policy.model.parameters())
     view = ModelView(policy.model, list(policy.model.parameters()), optimizer)
     probes = SurfaceProbes(
-        config, lambda: view, Drawer(config, policy, task), MeasurementSchedule(config)
+        config,
+        lambda: view,
+        Drawer(config, policy, task),
+        Timetable(name="surface", every=config.probes.every),
     )
     return probes, run_probe_set(config, task), policy.model
 

@@ -1,8 +1,7 @@
-"""Steps of a recorded training: which of them are measured, and the one in progress: its batches, uses of tokens and updates.
+"""The step in progress of a training, whoever makes it: its batches of completions, its uses of tokens and its updates.
 
-Measuring costs a bounded share of the training, by count of passes. The unit is a forward pass over the completions of a step. A
-pass of training over them costs three (forward and backward), drawing them about one. What a measurement costs was measured on
-SmolLM2 and on the embedded policy (docs/trainers/index.md).
+A client adds batches, says of each micro-batch which rows it uses and what its loss does with their tokens (`StepCapture.use`),
+and hands over ∂L/∂log π of them, which a hook on the log-probabilities gives. A token's row is of the first update that uses it.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts
-from sharpscope.recording.norms import Norms
 from sharpscope.recording.step import (
     PendingUpdate,
     RolloutBatch,
@@ -30,67 +28,14 @@ from sharpscope.recording.step import (
 )
 from sharpscope.tasks import Example
 
-MOST_PLACES, MOST_SHARE = 10, 0.12
-"""Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the largest share of the
-training's passes that this costs."""
-TRAINING, GENERATION = 3, 1
-NORMS, EXACT, CRITICAL, ROTATION = 8, 8, 12, 3
-"""Passes of local norms and shares; of the exact norms of one large and one random token, divided by the completions of an update;
-of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
-
-
 _PARTS = ("generation_s", "training_s", "recording_s")
-
-
-class Places(NamedTuple):
-    """Steps of norms and shares, those of the critical sharpness, how many spikes may be measured besides, and why a set is empty."""
-
-    norms: frozenset[int]
-    critical: frozenset[int]
-    spikes: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step of a training does."""
-
-    epochs: int = 1  # how often it trains on its completions
-    parts: int = 1  # updates in an epoch
-    rows: int = 8  # completions of an update
-    generated: bool = False  # whether it draws the completions
-    reference: bool = False  # whether the loss runs a reference model too
-
-
-def places(
-    steps: int, work: Work, *, critical: bool, rotation: bool = False, exact: int = 1
-) -> Places:
-    """The default places of a training: the first and the last step and others between, as many as the price allows.
-
-    With `steps` 0, the number is not known, and they are ever further apart. The critical sharpness is left out where it does not
-    fit and the others do. `exact` is recording.exact_tokens.
-    """
-    # passes a step
-    budget = MOST_SHARE * ((TRAINING + work.reference) * work.epochs + GENERATION * work.generated)
-    cost = NORMS + EXACT * exact / max(work.rows, 1) + ROTATION * rotation
-    both = cost + critical * CRITICAL * (1 + work.reference) / work.parts
-    enough = math.ceil(both / budget)
-    reason = f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; {enough} are enough"
-    if not steps or steps >= enough:
-        cost = both
-    else:
-        critical = False
-    most = min(MOST_PLACES, int(steps * budget / cost))
-    spikes = most * 3 // 10
-    count = most - spikes
-    if not steps:
-        chosen = frozenset(enough * 2**power for power in range(MOST_PLACES))
-    else:
-        chosen = frozenset(1 + round(i * (steps - 1) / max(count - 1, 1)) for i in range(count))
-    return Places(chosen, chosen if critical else frozenset(), spikes, reason)
-
-
-# -- the step in progress --------------------------------------------------------------------------------------------
+FIRST_USE = frozenset(
+    [
+        *("ratio", "clipped", "weight", "advantage", "correction", "ref_logp"),
+        *("kl_coef", "entropy_coef"),
+    ]
+)
+"""Columns of a use that its token keeps if it is the first; besides them `coef`, as `loss_coef`."""
 
 
 @dataclass
@@ -131,24 +76,22 @@ class TokenUse:
 
 
 @dataclass
-class Step:
+class StepCapture:
     """Whole batches and whole updates; `micro` counts the micro-steps so far, `seconds` is the time by part [s]."""
 
     batches: list[Batch] = field(default_factory=list)
     updates: list[UpdateResult] = field(default_factory=list)
     collected: int = 0  # batches that every process has
+    averaged: bool = True  # whether gradients are means over the processes; else they are sums
     micro: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
-    # loss, norm, clip factor of the present update
-    gradient: tuple[float, float, float] = (
-        math.nan,
-        math.nan,
-        1.0,
-    )
+    # of the present update: loss, norm of its gradient and what clipping multiplies it by
+    loss: float = math.nan
+    norm: float = math.nan
+    clip_factor: float = 1.0
+    layers: dict[str, float] = field(default_factory=dict)  # that norm by layer and kind
     rotation: UpdateRotation | None = None  # of the present update's gradient
-    # norms of that gradient by layer and kind
-    layers: dict[str, float] = field(default_factory=dict)
-    # whether the trainer multiplies the loss by a factor for the sampler's policy
+    # whether the loss is multiplied by a factor for the sampler's policy
     corrected: bool = False
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
     # |ln π of the trainer − ln π of our forward pass| [nats]
@@ -157,34 +100,46 @@ class Step:
     # update, use, (n, T): tokens used before
     again: list[tuple[int, TokenUse, Tensor]] = field(default_factory=list)
 
+    @classmethod
+    def of_known(cls, batch: RolloutBatch, stats: TokenStats) -> StepCapture:
+        """A step of one batch that every process has, with the statistics of its tokens; gradients are sums over processes."""
+        labels: list[Hashable] = batch.rollouts.group.tolist()
+        only = Batch(0, batch, StepTokens.unused(stats), labels)
+        return cls(batches=[only], collected=1, averaged=False)
+
     def batch(self, serial: int) -> Batch:
         """The batch with this serial number."""
         return next(batch for batch in self.batches if batch.serial == serial)
 
     def use(
-        self, serial: int, rows: Tensor, known: Mapping[str, Tensor] = MappingProxyType({})
+        self,
+        serial: int,
+        rows: Tensor,
+        known: Mapping[str, Tensor] = MappingProxyType({}),
+        used: Tensor | None = None,
     ) -> Callable[[Tensor], None]:
         """Record that a micro-batch of the present update uses the rows (n,) of a batch; returns what takes ∂L/∂log π (n, T) of them.
 
-        `known` is what the loss does with their tokens, (n, T) each or (n, 1); without it the ratio is 1 and nothing is clipped.
+        `used` (n, T) marks the tokens that take part; None: all in the loss. `known` is what the loss does with them, (n, T) each
+        or (n, 1); without it the ratio is 1 and nothing is clipped.
         `ratio`: π/π_old, of tokens or sequences. `log_ratio`: ln π − ln π_old of the token [nats]. `clipped`: −1 the lower
         bound acts, 1 the upper, 0 none; else it acts where the advantage is not 0 and the coefficient is. `kl`: k3 [nats].
-        `correction`: factor of the loss for the sampler's policy. `ref_logp`: ln π of the reference policy [nats]. `kl_share`:
-        part of the coefficient that a KL term has; else 0 without a reference and not known with one.
+        `kl_share`: part of the coefficient that a KL term has; else 0 without a reference and not known with one. Further columns
+        (`FIRST_USE`) are kept as they are, such as `correction`, the loss's factor for the sampler's policy.
         """
         batch, derived = self.batch(serial), "clipped" not in known
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
-        if known:
+        if used is not None:
+            mask = used.cpu()
+        elif known:
             # a micro-batch can be narrower than the whole batch
             mask = mask[:, : known["ratio"].shape[1]]
         width, shape = mask.shape[1], mask.shape
-        values = {name: torch.zeros(shape) for name in ("log_ratio", "clipped", "kl")} | {
-            "ratio": torch.ones(shape)
-        }
+        values = {name: torch.zeros(shape) for name in ("log_ratio", "clipped", "kl")}
+        values["ratio"] = torch.ones(shape)
         values["kl_share"] = torch.full(shape, math.nan if "ref_logp" in known else 0.0)
-        values |= {
-            name: value.detach().cpu()[:, :width].expand(shape) for name, value in known.items()
-        }
+        for name, value in known.items():
+            values[name] = value.detach().cpu()[:, :width].expand(shape)
         tokens = UpdateTokens.zeros(shape, batch.tokens.loss_coef.dtype)
         written = {name: values.pop(name) for name in ("ratio", "log_ratio", "clipped", "kl")}
         tokens.write(torch.arange(len(rows)), mask, **written)
@@ -192,36 +147,30 @@ class Step:
 
         def keep(gradient: Tensor) -> None:
             """Record the coefficients and what follows from them."""
-            tokens.coef = torch.where(
-                mask, gradient.detach()[:, :width].to("cpu", tokens.coef.dtype), 0.0
-            )
+            coef = gradient.detach()[:, :width].to("cpu", tokens.coef.dtype)
+            tokens.coef = torch.where(mask, coef, 0.0)
             if derived:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
                 tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
-            kl_coef = torch.where(mask, tokens.coef * share, 0.0)
-            self.pending.append(
-                TokenUse(serial, rows, {**vars(tokens), **values, "kl_coef": kl_coef})
-            )
+            if "kl_coef" not in values:
+                values["kl_coef"] = torch.where(mask, tokens.coef * share, 0.0)
+            self.pending.append(TokenUse(serial, rows, {**vars(tokens), **values}))
 
         return keep
 
     def collect(self, device: torch.device) -> None:
-        """Exchange the new batches and uses of all processes; gradients are their average, so coefficients are divided."""
+        """Exchange the new batches and uses of all processes, with the coefficients of the whole update's loss."""
         count = distributed.world_size()
         if count == 1:
             return
+        share = count if self.averaged else 1
         new = [batch.to(torch.device("cpu")) for batch in self.batches[self.collected :]]
-        pending = [
-            replace(
-                use,
-                columns=use.columns
-                | {name: use.columns[name] / count for name in ("coef", "kl_coef")},
-            )
-            for use in self.pending
-        ]
-        parts = distributed.gather(
-            (new, pending, self.gaps, [float(loss) / count for loss in self.losses])
-        )
+        pending = []
+        for use in self.pending:
+            scaled = {name: use.columns[name] / share for name in ("coef", "kl_coef")}
+            pending.append(replace(use, columns=use.columns | scaled))
+        losses = [float(loss) / share for loss in self.losses]
+        parts = distributed.gather((new, pending, self.gaps, losses))
         self.batches[self.collected :] = [
             batch.to(device) for theirs, *_ in parts for batch in theirs
         ]
@@ -231,32 +180,35 @@ class Step:
             self.gaps = [gap for _, _, gaps, _ in parts for gap in gaps]
         self.losses = [torch.tensor(loss) for *_, losses in parts for loss in losses]
 
-    def settle(self) -> None:
+    def merge_uses(self) -> None:
+        """Make one use of those of the present update, which are of one batch, with its rows in order."""
+        rows = torch.cat([use.rows for use in self.pending])
+        order = rows.argsort(stable=True)
+        columns = {
+            name: torch.cat([use.columns[name] for use in self.pending])[order]
+            for name in self.pending[0].columns
+        }
+        self.pending = [TokenUse(self.pending[0].serial, rows[order], columns)]
+
+    def keep_first_use(self) -> None:
         """Give each token of the present update, whose gradient is complete, the columns of its first use."""
         index = len(self.updates)
-        settled: list[TokenUse] = []
+        widest: list[TokenUse] = []
         for use in self.pending:
             tokens, rows = self.batch(use.serial).tokens, use.rows
-            each = {
-                name: widened(value, tokens.update.shape[1]) for name, value in use.columns.items()
-            }
+            width = tokens.update.shape[1]
+            each = {name: widened(value, width) for name, value in use.columns.items()}
             first = each["used"] & (tokens.update[rows] < 0)  # (n, T)
             self.corrected |= "correction" in each
-            for name in {
-                "coef",
-                "ratio",
-                "clipped",
-                "kl_coef",
-                "correction",
-                "ref_logp",
-            } & each.keys():
-                target = tokens.loss_coef if name == "coef" else getattr(tokens, name)
-                target[rows] = torch.where(first, each[name].to(target.dtype), target[rows])
+            for name, value in each.items():
+                if name == "coef" or name in FIRST_USE:
+                    target = tokens.loss_coef if name == "coef" else getattr(tokens, name)
+                    target[rows] = torch.where(first, value.to(target.dtype), target[rows])
             tokens.update[rows] = torch.where(first, index, tokens.update[rows])
-            settled.append(replace(use, columns=each))
+            widest.append(replace(use, columns=each))
             if bool((each["used"] & ~first).any()):
-                self.again.append((index, settled[-1], each["used"] & ~first))
-        self.pending = settled
+                self.again.append((index, widest[-1], each["used"] & ~first))
+        self.pending = widest
 
     def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
         """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update."""
@@ -307,28 +259,26 @@ class Step:
         return (
             joined,
             tokens,
-            PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.gradient[1]),
+            PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.norm),
         )
 
     def pending_values(self, width: int, name: str = "coef") -> Tensor:
         """(n, width) of a column of the present update."""
         return stacked([use.columns[name] for use in self.pending], width)
 
-    def record_update(self, moved: Norms, lr: float) -> None:
-        """Record that the present update was made; `moved` are the norms of Δθ, `lr` its learning rate."""
-        loss, norm, factor = self.gradient
+    def pending_tokens(self) -> UpdateTokens:
+        """The columns of the tokens of the present update, a use below the other."""
         width = max(use.columns["used"].shape[1] for use in self.pending)
-        whole = UpdateTokens(
+        return UpdateTokens(
             **{part.name: self.pending_values(width, part.name) for part in fields(UpdateTokens)}
         )
-        made = UpdateResult(
-            loss, norm, norm, moved.total, factor, False, lr=lr, summary=whole.summary()
-        )
-        self.updates.append(
-            replace(made, layers=(self.layers, moved.layers), rotation=self.rotation)
-        )
-        for use in self.pending:
-            self.batch(use.serial).tokens.count(use.rows, use.tokens)
+
+    def record_update(self, result: UpdateResult) -> None:
+        """Record that the present update was made, or left out; what its tokens did counts if it was made."""
+        self.updates.append(result)
+        if not result.skipped:
+            for use in self.pending:
+                self.batch(use.serial).tokens.count(use.rows, use.tokens)
         self.pending, self.losses, self.rotation = [], [], None
 
     def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
