@@ -3,8 +3,8 @@
     python -m experiments.diagnosis.false_alarms && python -m experiments.diagnosis.symptoms > docs/symptoms.md
 
 Healthy are the recorded runs of data/reference, those of plain GRPO in the second study (its treatment is known to make the policy
-nearly uniform), the healthy logs of tests/diagnose, and simulated ones. A run counts for a rule if it has the rule's quantities for
-long enough to be judged.
+nearly uniform), the healthy logs of tests/diagnose, and simulated ones with 1, 2, 8 and 64 groups in a step. A run counts for a rule
+if it has the rule's quantities for long enough to be judged.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import numpy as np
 import pandas as pd
 import yaml
 
-from sharpscope.diagnose import Log, findings
-from sharpscope.diagnose.logs import QUANTITIES, keys_of
-from sharpscope.rules.judging import applies
+from experiments.diagnosis.simulated import GROUPS, simulated
+from sharpscope.diagnose import Log, find, findings
+from sharpscope.diagnose.findings import judged
+from sharpscope.diagnose.logs import own_values
 from sharpscope.rules.table import RULES
-from tests.diagnose.trainers import healthy
 
 ROOT = Path(__file__).parents[2]
+SEEDS = 50
+"""Simulated runs of each length, kind and number of groups."""
 
 
-def frame_of(table: pd.DataFrame, framework: str) -> pd.DataFrame:
-    """Canonical quantities of a run's rows, index: the step."""
-    rows, found = table.set_index("step"), {}
-    for quantity in QUANTITIES:
-        _, keys = keys_of(quantity, framework, rows.columns)
-        if keys:
-            found[quantity.name] = rows[list(keys)].astype(float).sum(axis=1, min_count=1)
-    return pd.DataFrame(found)
+def frame_of(table: pd.DataFrame) -> pd.DataFrame:
+    """Canonical quantities of a recorded run's rows, index: the step."""
+    rows = table.set_index("step")
+    values = [
+        own_values(row) for row in rows.astype(object).where(rows.notna(), None).to_dict("records")
+    ]
+    return pd.DataFrame(values, index=rows.index)
 
 
 def recorded(folder: Path) -> Iterator[pd.DataFrame]:
@@ -50,7 +51,7 @@ def recorded(folder: Path) -> Iterator[pd.DataFrame]:
     for run, rows in steps.groupby("run"):
         if "preset=" in str(run):
             continue
-        frame = frame_of(rows.sort_values("step"), "sharpscope")
+        frame = frame_of(rows.sort_values("step"))
         yield frame.assign(
             dead_groups=rows.sort_values("step")["zero_std_groups"].to_numpy(float) / groups[run]
         )
@@ -68,43 +69,41 @@ def runs() -> dict[str, list[pd.DataFrame]]:
         "study": list(recorded(ROOT / "data" / "studies" / "2" / "runs")),
         "embedded": [log for name, log in of_logs.items() if "smollm2" not in name],
         "smollm2": [log for name, log in of_logs.items() if "smollm2" in name],
-        "simulated": [
-            frame_of(healthy(steps, seed, rate=steps / 5), "TRL")
-            for steps in (20, 60, 200, 1000)
-            for seed in range(100)
-        ],
+        **{f"simulated, {groups} groups a step": list(simulations(groups)) for groups in GROUPS},
     }
+
+
+def simulations(groups: int) -> Iterator[pd.DataFrame]:
+    """Simulated runs whose steps have `groups` groups."""
+    for steps in (60, 200, 1000):
+        for seed in range(SEEDS):
+            for kind in ("learns", "hard"):
+                yield simulated(groups, steps, seed, kind)
 
 
 def main() -> None:
     """Count, print and keep."""
     counts: dict[str, dict[str, list[int]]] = defaultdict(dict)
     for kind, frames in runs().items():
-        print(f"{kind}: {len(frames)} runs")
-        for name, rule in RULES.items():
-            judged = [
-                rule.measure({key: frame[key].to_numpy(float) for key in frame})
-                for frame in frames
-                if set(rule.quantities) & set(frame)
-            ]
-            judged = [measured for measured in judged if np.isfinite(measured).any()]
-            if judged:
-                alarms = sum(bool(applies(rule, measured).any()) for measured in judged)
-                counts[name][kind] = [alarms, len(judged)]
-                print(
-                    f"  {name}: {alarms} of {len(judged)}" if alarms else "",
-                    end="\n" if alarms else "",
-                )
+        print(f"{kind}: {len(frames)} runs", flush=True)
         for number, frame in enumerate(frames):
-            bad = [
-                f
-                for f in findings.find(Log(Path(kind), None, frame), [])
-                if f.severity == "critical"
-            ]
-            for finding in bad:
-                print(
-                    f"  critical, run {number}: {finding.rule.name} from step {finding.step}: {finding.text}"
-                )
+            log = Log(Path(kind), None, frame)
+            found = {finding.rule.name: finding for finding in find(log, [])}
+            history = {str(key): frame[key].to_numpy(float) for key in frame}
+            for rule in judged(log):
+                with np.errstate(all="ignore"):
+                    can = bool(np.isfinite(rule.measure(history)).any())
+                if can:
+                    count = counts[rule.name].setdefault(kind, [0, 0])
+                    count[0] += rule.name in found
+                    count[1] += 1
+            for finding in found.values():
+                if finding.severity == "critical":
+                    text = f"{finding.rule.name} from step {finding.step}: {finding.text}"
+                    print(f"  critical, run {number}: {text}", flush=True)
+        for name, count in counts.items():
+            if count.get(kind, [0])[0]:
+                print(f"  {name}: {count[kind][0]} of {count[kind][1]}", flush=True)
     target = Path(findings.__file__).with_name("false_alarms.json")
     body = ",\n".join(
         f" {json.dumps(name)}: {json.dumps(counts[name])}" for name in RULES if counts[name]

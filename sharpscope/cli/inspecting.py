@@ -170,11 +170,21 @@ def diagnose(
     path: Annotated[
         Path,
         Argument(
-            help="A run, trainer_state.json, JSON lines, CSV, TensorBoard events, or their folder."
+            help="A run, trainer_state.json, JSON lines, CSV, printed text, a notebook, TensorBoard events, or their folder."
         ),
     ],
+    other: Annotated[Path | None, Argument(help="A second log: say where the two part.")] = None,
     map_: Annotated[
-        list[str] | None, Option("--map", help="Name a key: --map reward=my/key. Repeatable.")
+        list[str] | None,
+        Option(
+            "--map", help="Name a key: --map reward=my/key; --map kl=none drops one. Repeatable."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, Option("--run", help="Name of one run, where the path holds several.")
+    ] = None,
+    html: Annotated[
+        Path | None, Option("--html", help="Also write a page with charts to this file.")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -184,10 +194,25 @@ def diagnose(
       sharpscope diagnose output/trainer_state.json
       sharpscope diagnose runs/first
       sharpscope diagnose wandb.csv --map reward=my/score
+      sharpscope diagnose run.log --html diagnosis.html
+      sharpscope diagnose good.jsonl bad.jsonl
     """
-    from sharpscope.diagnose import diagnose as run_rules
+    from sharpscope.diagnose import diagnose_runs, read_log
     from sharpscope.diagnose.causes import stopped_causes
 
+    mapping = read_pairs("--map", map_ or [], "reward=my/score")
+    if other is not None:
+        from sharpscope.diagnose.compare import compare
+        from sharpscope.errors import UserError
+
+        if html is not None:
+            raise UserError("--html: is of one log; leave the second path out")
+        comparison = compare(read_log(path, mapping, run), read_log(other, mapping, run))
+        if json:
+            print_json(comparison.as_dict())
+        else:
+            say(comparison.text())
+        return
     if stopped := stopped_causes(path):
         rows = [{"sentence": c.sentence, "step": c.step, "details": c.details} for c in stopped]
         lines = [line for c in stopped for line in (c.sentence, *c.details)]
@@ -196,15 +221,36 @@ def diagnose(
         else:
             say("\n".join(lines))
         return
-    found = run_rules(path, read_pairs("--map", map_ or [], "reward=my/score"))
-    layers = _layers(found)
+    found = diagnose_runs(path, mapping, run=run)
+    if html is not None:
+        from sharpscope.diagnose.page import write_page
+
+        write_page(found, html)
     if json:
-        print_json(found.as_dict() | {"layers": layers})
+        dicts = [diagnosis.as_dict() | {"layers": _layers(diagnosis)} for diagnosis in found]
+        print_json(dicts[0] if len(dicts) == 1 else {"runs": dicts})
     else:
-        text = found.text() + "".join(
-            f"\nLayers at step {step}: {seen}" for step, seen in layers.items()
-        )
-        say(text)
+        say(_runs_text(path, found))
+
+
+TOLD_WHOLE = 6
+"""Runs of one path whose whole diagnosis is printed; of more the first lines are."""
+
+
+def _runs_text(path: Path, found: list[Diagnosis]) -> str:
+    """The diagnoses of the runs of a path for a terminal."""
+    if len(found) == 1:
+        return _run_text(found[0])
+    names = ", ".join(diagnosis.log.run for diagnosis in found)
+    lines = [f"{path} holds {len(found)} runs: {names}. --run NAME shows one.", ""]
+    if len(found) > TOLD_WHOLE:
+        return "\n".join(lines + [f"{d.log.run}: {d.finding}" for d in found])
+    return "\n".join(lines) + "\n" + "\n\n".join(_run_text(diagnosis) for diagnosis in found)
+
+
+def _run_text(found: Diagnosis) -> str:
+    layers = "".join(f"\nLayers at step {step}: {seen}" for step, seen in _layers(found).items())
+    return found.text() + layers
 
 
 def _layers(found: Diagnosis) -> dict[int, str]:

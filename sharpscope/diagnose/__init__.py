@@ -3,6 +3,7 @@
 Reads traces of sharpscope and the logs of other trainers. Imports no torch.
 """
 
-from sharpscope.diagnose.findings import changes, find
-from sharpscope.diagnose.logs import Log, read_log
-from sharpscope.diagnose.report import diagnose
+from sharpscope.diagnose.changes import changes
+from sharpscope.diagnose.findings import find
+from sharpscope.diagnose.logs import Log, read_log, read_logs
+from sharpscope.diagnose.report import diagnose, diagnose_runs

@@ -1,22 +1,33 @@
-"""Findings and the order of events: the rules of `sharpscope.rules` judged in a log, and the steps at which its quantities change."""
+"""Findings: the rules of `sharpscope.rules` judged in a log, and which of them is the earliest that explains the others."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.diagnose.logs import BY_NAME, Log
+from sharpscope.diagnose.changes import ORDERED, ORDERED_SUPERVISED, Change
+from sharpscope.diagnose.logs import Log
+from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.packaged import package_yaml
-from sharpscope.rules.judging import EARLY, WINDOW, History, applies, finite, step_noise
+from sharpscope.rules.judging import applies
+from sharpscope.rules.measures import (
+    EARLY,
+    WINDOW,
+    History,
+    few_groups,
+    finite,
+    solved,
+    step_noise,
+)
 from sharpscope.rules.table import RULES, SEVERITIES, Rule, Severity
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Finding:
     """A rule that applied."""
 
@@ -26,6 +37,7 @@ class Finding:
     change: str  # how the quantity changed, and what the reward did afterwards
     measured: str  # what the rule measured, with its threshold
     certainty: str  # where it applies, and how often it does in healthy runs
+    explains: tuple[str, ...] = ()  # rules of the findings that may follow from it
 
     @property
     def step(self) -> int:
@@ -38,20 +50,60 @@ class Finding:
         return f"{self.change}; {self.measured}" if self.measured else self.change
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """Positions at which a rule applies: first, last, how many; the change with which it began; and the rule's measure."""
+    """Where a rule applies."""
 
-    began: Change
-    first: int
-    last: int
-    count: int
+    began: Change  # with which it began
+    first: int  # position of the first step of the first stretch
+    last: int  # position of the last step at which it applies
+    count: int  # steps at which it applies
     measured: np.ndarray
 
 
-EXACT = ("zero_gradient", "reward_constant")
+EXACT = ("zero_gradient", "reward_constant", "lost_gradient", "loss_zero", "lr_zero")
 """Rules of a quantity that stays exactly the same; they begin where it begins to."""
+SINCE_BEST = ("overfitting", "reward_gap")
+"""Rules that begin at the first evaluation after the best one."""
+FROM_THE_FIRST = ("kl_start", "dead_groups")
+"""Rules of what is so from the first step on: of the KL there, and of groups where a step has one."""
+PERSISTENT = 3
+"""Steps for which a rule must apply if its measure is over several: a mean of the first row alone says nothing."""
+FEWEST_ROWS = 5
+"""Rows from which on a mean of several steps is judged."""
 
+_POLICY = ("reward_collapse", "reward_constant", "zero_gradient", "drift", "dead_groups")
+_OUTCOMES = ("entropy_rise", "entropy_collapse", "kl_drift", "length_growth", "length_shrink")
+EXPLAINS: dict[str, tuple[str, ...]] = {
+    "non_finite": (*_POLICY, "loss_zero", "loss_growth"),
+    "lr_zero": ("no_motion", "reward_flat", "loss_flat"),
+    "lost_gradient": ("zero_gradient", "no_motion", "reward_flat", "reward_constant"),
+    "policy_destroyed": (*_POLICY, *_OUTCOMES, "truncation", "gradient_growth"),
+    "update_spike": (*_POLICY, *_OUTCOMES, "truncation", "policy_destroyed", "non_finite"),
+    "gradient_spike": (*_POLICY, *_OUTCOMES, "truncation", "policy_destroyed", "non_finite"),
+    "gradient_growth": (*_POLICY, *_OUTCOMES, "truncation", "non_finite", "gradient_spike"),
+    "sampler_logp": (*_POLICY, *_OUTCOMES, "mismatch_kl", "logp_mismatch", "ratio_tail"),
+    "logp_mismatch": (*_POLICY, *_OUTCOMES, "gradient_growth", "gradient_spike", "ratio_tail"),
+    "mismatch_kl": (*_POLICY, *_OUTCOMES, "gradient_growth", "gradient_spike", "ratio_tail"),
+    "kl_sign": (*_POLICY, *_OUTCOMES, "gradient_growth"),
+    "entropy_rise": (*_POLICY, "kl_drift", "length_growth", "length_shrink", "truncation"),
+    "entropy_collapse": (*_POLICY, "reward_flat", "truncation", "length_growth", "length_shrink"),
+    "kl_drift": (*_POLICY, "length_growth", "length_shrink", "truncation"),
+    "length_growth": ("truncation", *_POLICY),
+    "truncation": (*_POLICY, "reward_flat"),
+    "length_shrink": _POLICY,
+    "reward_gap": (),
+    "reward_collapse": ("reward_constant", "zero_gradient", "drift", "dead_groups"),
+    "reward_constant": ("zero_gradient", "drift", "dead_groups", "no_motion"),
+    "dead_groups": ("zero_gradient", "reward_constant", "reward_flat"),
+    "zero_gradient": ("drift", "reward_flat", "no_motion", "loss_flat"),
+    "no_motion": ("reward_flat",),
+    "loss_spike": ("loss_growth", "overfitting"),
+    "loss_growth": ("overfitting",),
+    "loss_zero": ("loss_flat", "zero_gradient", "gradient_growth"),
+    "margin_runaway": ("chosen_falls", "gradient_growth", "zero_gradient"),
+}
+"""Rule -> rules whose findings may follow from it, if it applied before them."""
 
 FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml(
     "sharpscope.diagnose", "false_alarms.json"
@@ -60,32 +112,111 @@ FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml(
 
 
 def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
-    """The rules that apply in a log, most severe first, then by the step at which they began."""
+    """The rules that apply in a log: the earliest that explains the worst comes first, then by severity and step."""
     history: dict[str, np.ndarray] = {
         str(name): log.frame[name].to_numpy(float) for name in log.frame
     }
     steps = log.frame.index.to_numpy()
-    judged = [rule for rule in RULES.values() if set(rule.quantities) & set(history)]
-    seen = {rule.name: _stretch(rule, history, steps, changes) for rule in judged}
+    groups = groups_in_a_step(log.frame)
+    if groups is not None:
+        history["groups"] = np.full(len(steps), float(groups))
+    seen: dict[str, _Stretch] = {}
+    for rule in judged(log):
+        stretch = _stretch(rule, history, steps, changes)
+        if stretch is not None:
+            seen[rule.name] = stretch
     fall = seen.get("reward_collapse")
     fallen = fall.began.step if fall is not None and fall.last >= len(steps) - WINDOW else None
     findings = [
-        _finding(RULES[name], one, history, steps, fallen)
-        for name, one in seen.items()
-        if one is not None
+        _finding(RULES[name], stretch, history, steps, fallen) for name, stretch in seen.items()
     ]
-    # then as in the table
-    return sorted(findings, key=lambda found: (SEVERITIES.index(found.severity), found.step))
+    return _ranked(_without_repetitions(findings))
+
+
+def groups_in_a_step(frame: pd.DataFrame) -> int | None:
+    """How many groups a step has: the shares of them with equal rewards are multiples of one over it. None if it is not known."""
+    if "dead_groups" not in frame:
+        return None
+    shares = frame["dead_groups"].to_numpy(float)
+    shares = shares[np.isfinite(shares)]
+    if len(shares) < 5 or np.ptp(shares) == 0:
+        return None
+    for groups in range(1, 65):
+        counts = shares * groups
+        if np.abs(counts - np.round(counts)).max() < 0.01:
+            return groups
+    return None
+
+
+def judged(log: Log) -> list[Rule]:
+    """The rules that a log of this kind can show something of."""
+    return [
+        rule
+        for rule in RULES.values()
+        if log.training in rule.trainings and set(rule.quantities) & set(log.frame)
+    ]
+
+
+def _without_repetitions(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings without those that say of a whole run what another says better."""
+    names = {finding.rule.name for finding in findings}
+    left_out = set()
+    if names & {"no_motion", "reward_constant", "reward_collapse", "lost_gradient", "lr_zero"}:
+        left_out.add("reward_flat")
+    if names & {"loss_zero", "loss_growth", "lr_zero", "margin_runaway"}:
+        left_out.add("loss_flat")
+    if "lost_gradient" in names:
+        left_out |= {"zero_gradient", "no_motion"}
+    if names & {"gradient_growth"}:
+        left_out.add("no_motion")
+    return [finding for finding in findings if finding.rule.name not in left_out]
+
+
+def _ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings by severity and step, those of a whole run last; before the first one comes what may have caused it."""
+    ordered = sorted(
+        findings,
+        key=lambda f: (SEVERITIES.index(f.severity), f.rule.window == 0, f.step),
+    )
+    if not ordered:
+        return []
+    first = ordered[0]
+    while True:
+        causes = [
+            f
+            for f in ordered
+            if first.rule.name in EXPLAINS.get(f.rule.name, ())
+            and f.rule.name not in EXPLAINS.get(first.rule.name, ())
+            and f.severity != "info"
+            and f.rule.window != 0
+            and f.step <= first.step
+        ]
+        if not causes:
+            break
+        first = min(causes, key=lambda f: f.step)
+    follow = tuple(
+        f.rule.name
+        for f in ordered
+        if f.rule.name in EXPLAINS.get(first.rule.name, ()) and f.step >= first.step
+    )
+    return [replace(first, explains=follow), *(f for f in ordered if f is not first)]
 
 
 def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
-    """All changes by step: those given, and the beginnings of findings whose quantity has none in that direction nearby."""
+    """All changes by step: those given, and the beginnings of findings whose quantity has none nearby."""
     known = list(changes)
-    for began in (
-        finding.began for finding in findings if finding.severity != "info" and finding.rule.window
-    ):
-        near = (c for c in known if (c.quantity, c.direction) == (began.quantity, began.direction))
-        if began.quantity in ORDERED and not any(abs(c.step - began.step) <= WINDOW for c in near):
+    for finding in findings:
+        began = finding.began
+        if finding.severity == "info" or not finding.rule.window:
+            continue
+        if began.quantity not in ORDERED + ORDERED_SUPERVISED:
+            continue
+        if not np.isfinite([began.before, began.after]).all():
+            continue
+        if f"{began.before:.3g}" == f"{began.after:.3g}":
+            continue
+        near = (c for c in known if c.quantity == began.quantity)
+        if not any(abs(c.step - began.step) <= WINDOW for c in near):
             known.append(began)
     return sorted(known, key=lambda change: (change.step, change.quantity))
 
@@ -93,54 +224,103 @@ def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Cha
 def _stretch(
     rule: Rule, history: History, steps: np.ndarray, changes: Sequence[Change]
 ) -> _Stretch | None:
-    """The stretch with the most steps at which a rule applies, without gaps of more than WINDOW steps; None without any."""
-    measured = rule.measure(history)
+    """The first stretch of steps at which a rule applies, without gaps of more than WINDOW steps; None without any."""
+    with np.errstate(all="ignore"):
+        measured = rule.measure(history)
     holds = np.flatnonzero(applies(rule, measured))
-    if not len(holds):
+    if rule.worse is not None:
+        severe = np.flatnonzero(applies(rule, measured, rule.worse[0]))
+        holds = severe if len(severe) else holds
+    part = _first_part(rule, holds, history, len(steps))
+    if part is None:
         return None
-    if (
-        rule.worse is not None
-        and (worse := np.flatnonzero(applies(rule, measured, rule.worse[0]))).size
-    ):
-        holds = worse
-    parts = np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1)
-    at = max(range(len(parts)), key=lambda index: len(parts[index]))
-    if at and np.ptp(history[_shown(rule, history)[0]][parts[at - 1][-1] : parts[at][0] + 1]) == 0:
-        # between them the quantity did not change
-        parts[at] = np.concatenate([parts[at - 1], parts[at]])
-    part = parts[at]
-    first, last = int(part[0]), int(part[-1])
+    first, last = int(part[0]), int(holds[-1])
     name = next(
         name
         for name in _shown(rule, history)
         if rule.name != "non_finite" or np.isinf(history[name][first])
     )
     if rule.window == 0:
-        step = int(steps[0])
-        return _Stretch(
-            Change(name, step, step, step, "flat", np.nan, np.nan), first, last, len(part), measured
-        )
-    before, inside, start = _onset(history[name], first, rule.window)
+        start = int(steps[0])
+        began = Change(name, start, start, start, "flat", np.nan, np.nan)
+    else:
+        began = _beginning(rule, name, first, history, steps, changes)
+    return _Stretch(began=began, first=first, last=last, count=len(holds), measured=measured)
+
+
+def _first_part(rule: Rule, holds: np.ndarray, history: History, count: int) -> np.ndarray | None:
+    """The positions of the first stretch that lasts long enough; of a reward that recovered, of the last stretch."""
+    if not len(holds):
+        return None
+    parts = np.split(holds, np.flatnonzero(np.diff(holds) > WINDOW) + 1)
+    if rule.window > 1 or rule.name == "entropy_collapse":
+        if count < FEWEST_ROWS:
+            return None
+        parts = [part for part in parts if len(part) >= PERSISTENT or part[-1] >= count - 1]
+    if not parts:
+        return None
+    return _last_fall(parts, history["reward"]) if rule.name == "reward_collapse" else parts[0]
+
+
+def _last_fall(parts: Sequence[np.ndarray], reward: np.ndarray) -> np.ndarray:
+    """The stretches of the last collapse of the reward: those between which it did not recover by half."""
+    found = parts[-1]
+    best = float(np.nanmax(np.where(np.isfinite(reward), reward, np.nan)[: found[0] + 1]))
+    for part in reversed(parts[:-1]):
+        between = reward[part[-1] : found[0] + 1]
+        between = between[np.isfinite(between)]
+        low = float(np.nanmean(reward[found]))
+        if len(between) and between.mean() > (low + best) / 2:
+            break
+        found = np.concatenate([part, found])
+    return found
+
+
+def _beginning(
+    rule: Rule,
+    name: str,
+    first: int,
+    history: History,
+    steps: np.ndarray,
+    changes: Sequence[Change],
+) -> Change:
+    """The change with which a stretch began whose first step is at position `first`."""
+    values = history[name]
+    before, inside, start = _onset(values, first, rule.window)
+    if rule.name in SINCE_BEST:
+        best, start = _best_before(values, first, highest=rule.name == "reward_gap")
+        before = float(values[best])
+    elif rule.name in FROM_THE_FIRST and (rule.name != "dead_groups" or few_groups(history)[-1]):
+        start = int(np.flatnonzero(np.isfinite(values))[0])
     if rule.name in EXACT:
-        start = (
-            first
-            - int(np.argmin(np.append(history[name][first::-1] == history[name][first], False)))
-            + 1
-        )
+        alike = history[name][first::-1] == history[name][first]
+        start = first - int(np.argmin(np.append(alike, False))) + 1
     way: Literal["up", "down"] = "down" if inside < before else "up"
     began = Change(
         name, int(steps[start]), int(steps[start]), int(steps[first]), way, before, inside
     )
-    if rule.window > 1 and rule.name not in EXACT:
-        earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
-        late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
-        same = list(
-            itertools.takewhile(
-                lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late
-            )
+    if rule.window <= 1 or rule.name in EXACT + SINCE_BEST or start == 0:
+        return began
+    earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
+    late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
+    same = list(
+        itertools.takewhile(
+            lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late
         )
-        began = same[-1] if same else began  # the first of those in its direction
-    return _Stretch(began, first, last, len(part), measured)
+    )
+    return same[-1] if same else began  # the first of those in its direction
+
+
+def _best_before(values: np.ndarray, at: int, highest: bool) -> tuple[int, int]:
+    """Position of the best value up to `at`, and from which on values are worse by a quarter of what the one at `at` is."""
+    known = np.flatnonzero(np.isfinite(values[: at + 1]))
+    of_known = values[known] if highest else -values[known]
+    best = len(known) - 1 - int(np.argmax(of_known[::-1]))
+    loss = of_known[best] - of_known
+    start = len(known) - 1
+    while start - 1 > best and loss[start - 1] >= loss[-1] / 4:
+        start -= 1
+    return int(known[best]), int(known[start])
 
 
 def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]:
@@ -151,13 +331,11 @@ def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]
         return np.nan, np.nan, at
     before = float(np.median(values[earlier[-WINDOW:] if len(earlier) else recent[:1]]))
     inside = float(values[recent[-min(3, window) :]].mean())
+    if window == 1:
+        return before, inside, at
     near = np.abs(values[recent] - inside) <= np.abs(values[recent] - before)
     shares = np.cumsum(near[::-1])[::-1] / np.arange(len(near), 0, -1)  # of the steps from each on
-    return (
-        before,
-        inside,
-        at if window == 1 else int(recent[int(np.argmax(near & (shares >= 0.6)))]),
-    )
+    return before, inside, int(recent[int(np.argmax(near & (shares >= 0.6)))])
 
 
 def _shown(rule: Rule, history: History) -> list[str]:
@@ -172,19 +350,26 @@ def _finding(
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
     soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
     harmed = fallen is not None and stretch.began.step - WINDOW <= fallen <= soon
-    outcome = 0 if harmed else 2 if fallen is None and _rose(history) else 1
-    severity = rule.level(
-        float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1])), outcome
-    )
+    rose = fallen is None and _rose(history)
+    outcome = 0 if harmed else 2 if rose or bool(solved(history)[-1:].any()) else 1
+    values = stretch.measured[stretch.first : stretch.last + 1]
+    severity = rule.level(float(np.nanmax(values)), outcome)
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
-    change, value = _evidence(rule, stretch, history, steps)
+    change, measured = _evidence(rule, stretch, history, steps)
     if harmed and rule.name != "reward_collapse":
         change += f"; reward falls from step {fallen}"
-    elif outcome == 2 and rule.severity[2] != rule.severity[1]:
+    elif rose and rule.severity[2] != rule.severity[1]:
         change += "; reward rose"
-    return Finding(rule, severity, stretch.began, change, value, _certainty(rule, stretch, passed))
+    return Finding(
+        rule=rule,
+        severity=severity,
+        began=stretch.began,
+        change=change,
+        measured=measured,
+        certainty=_certainty(rule, stretch, passed, history),
+    )
 
 
 def _evidence(
@@ -198,27 +383,33 @@ def _evidence(
     known = np.isfinite(values)
     inside = values[known & (steps >= began.step) & (steps <= steps[stretch.last])]
     unit = f" {quantity.unit}" if quantity.unit else ""
-    now = f"{inside[0] if rule.window == 1 else inside[-WINDOW:].mean():.3g}{unit}"
-    if np.isfinite(began.before) and (steps < began.step).any():
-        now = f"{began.before:.3g} → {now}"
+    if rule.window == 0:
+        third = max(1, len(inside) // 3)
+        now = f"{inside[:third].mean():.3g} → {inside[-third:].mean():.3g}{unit}"
+    else:
+        level = inside[0] if rule.window == 1 else inside[-WINDOW:].mean()
+        now = f"{level:.3g}{unit}"
+        if np.isfinite(began.before) and (steps < began.step).any():
+            now = f"{began.before:.3g} → {now}"
     worst = stretch.measured[stretch.first : stretch.last + 1]
     value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
     limit = f"reported {'to' if rule.below else 'from'} {rule.threshold:g}"
     return f"{quantity.title} {now}", f"measured: {value:.3g} ({rule.statistic}; {limit})"
 
 
-def _certainty(rule: Rule, stretch: _Stretch, passed: bool) -> str:
+def _certainty(rule: Rule, stretch: _Stretch, passed: bool, history: History) -> str:
     """Where a rule applies, when it began, and how often it applies in healthy runs."""
-    judged = int(np.isfinite(stretch.measured[stretch.first :]).sum())
+    rows = int(np.isfinite(stretch.measured[stretch.first :]).sum())
     parts = []
     if rule.window > 1 and stretch.began.high > stretch.began.low:
         parts.append(f"began between steps {stretch.began.low} and {stretch.began.high}")
-    if rule.window != 0 and judged > 1:
-        parts.append(
-            f"at {stretch.count} of the {judged} steps from then on"
-            + (", and over since" if passed else "")
-        )
-    runs = [sum(counts) for counts in zip(*FALSE_ALARMS.get(rule.name, {}).values(), strict=True)]
+    if rule.window != 0 and rows > 1:
+        over = ", and over since" if passed else ""
+        parts.append(f"at {stretch.count} of the {rows} rows from then on{over}")
+    counts = FALSE_ALARMS.get(rule.name, {})
+    if few_groups(history)[-1]:
+        counts = {kind: c for kind, c in counts.items() if kind == "simulated, 1 group"} or counts
+    runs = [sum(pair) for pair in zip(*counts.values(), strict=True)]
     if runs and runs[1]:
         parts.append(f"in {runs[0]} of {runs[1]} healthy runs")
     return "; ".join(parts) or "certain"
@@ -231,155 +422,3 @@ def _rose(history: History) -> bool:
         return False
     n = max(EARLY, len(y) // 10)
     return bool(y[-n:].mean() - y[:n].mean() > 3 * step_noise(y)[-1] * np.sqrt(2 / n))
-
-
-ORDERED = (
-    *("reward", "grad_norm", "update_norm", "entropy", "kl", "kl_step"),
-    *("length", "truncated", "dead_groups", "clipped", "mismatch", "mismatch_kl"),
-)
-"""Quantities whose changes are listed."""
-
-LEAST = 6
-"""Fewest steps on each side of a change."""
-
-THRESHOLD = 11.0
-"""F statistic from which a change is reported. Fewer than 2 in 100 series of independent noise have one; of 20 steps with an
-autocorrelation of 0.3 to 0.8, 6 to 22 in 100 do."""
-
-_LONGEST = 1000
-_MOST = 3
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of one quantity."""
-
-    quantity: str  # canonical name
-    step: int  # first step after the change
-    low: int  # low, high: 95 % interval of `step`, by the likelihood of the other steps
-    high: int
-    # where the quantity goes from there; flat: it stops rising or falling
-    direction: Literal["up", "down", "flat"]
-    # before, after: its mean value before the change and after it, up to the next change
-    before: float
-    after: float
-
-
-def changes(log: Log, quantities: tuple[str, ...] = ORDERED) -> list[Change]:
-    """Changes of level or trend of the quantities of a log, sorted by step.
-
-    A change splits a part of a series in two if two straight lines fit it much better than one, judged by their F statistic
-    with the autocorrelation of the residuals taken into account; the parts are split again. Quantities that vary by
-    factors are judged by their logarithm, and single outliers count no more than four standard deviations.
-    """
-    found = [change for name in quantities for change in _of_series(name, log.finite(name))]
-    return sorted(found, key=lambda change: (change.step, change.quantity))
-
-
-def _of_series(name: str, series: pd.Series) -> list[Change]:
-    values, steps = series.to_numpy(float), series.index.to_numpy()
-    if len(values) > _LONGEST:  # means over equal numbers of steps
-        edges = np.linspace(0, len(values), _LONGEST + 1).astype(int)[:-1]
-        values, steps = (
-            np.add.reduceat(values, edges) / np.diff(np.append(edges, len(values))),
-            steps[edges],
-        )
-    y = values
-    if BY_NAME[name].log:
-        positive = values[values > 0]
-        if not len(positive):
-            return []
-        y = np.log(np.maximum(values, positive.min()))
-    y = _without_outliers(y)
-    splits: list[tuple[int, int, int]] = []
-    _split(y, 0, len(y), splits)
-    splits.sort()
-    found = []
-    for number, (at, low, high) in enumerate(splits):
-        start = splits[number - 1][0] if number else 0
-        end = splits[number + 1][0] if number + 1 < len(splits) else len(y)
-        direction = _direction(y[start:at], y[at:end])
-        before, after = float(values[start:at].mean()), float(values[at:end].mean())
-        if after == before or (
-            name != "reward" and not BY_NAME[name].log and abs(after - before) < 0.02
-        ):
-            continue  # two points of a share, or 0.02 nats
-        if name.startswith(("mismatch", "kl_step")) and max(before, after) < 1e-3:
-            continue  # rounding
-        found.append(
-            Change(
-                name, int(steps[at]), int(steps[low]), int(steps[high]), direction, before, after
-            )
-        )
-    return found
-
-
-def _without_outliers(y: np.ndarray) -> np.ndarray:
-    """Values limited to four robust standard deviations of the noise around their running median over five."""
-    if len(y) < 2 * LEAST:
-        return y
-    padded = np.pad(y, 2, mode="edge")
-    center = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
-    spread = 1.4826 * float(np.median(np.abs(y - center)))
-    return y if spread == 0 else np.clip(y, center - 4 * spread, center + 4 * spread)
-
-
-def _line_rss(y: np.ndarray) -> np.ndarray:
-    """Residual sum of squares of the line through y[:n], for n = 1 … len(y); shape (len(y),)."""
-    n = np.arange(1, len(y) + 1)
-    t = np.arange(len(y), dtype=float)
-    sy, syy, sty = np.cumsum(y), np.cumsum(y * y), np.cumsum(t * y)
-    st, stt = np.cumsum(t), np.cumsum(t * t)
-    a, b, c = stt - st * st / n, sty - st * sy / n, syy - sy * sy / n
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.maximum(np.where(a > 0, c - b * b / a, c), 0.0)
-
-
-def _split(y: np.ndarray, start: int, end: int, found: list[tuple[int, int, int]]) -> None:
-    """Append (first index after, lowest, highest) of the changes of y[start:end]."""
-    part = y[start:end] - y[start:end].mean() if end > start else y[start:end]
-    n = len(part)
-    scale = float(np.ptp(part)) if n else 0.0
-    if n < 2 * LEAST or scale <= 1e-9 * max(1.0, float(np.abs(y).max())) or len(found) >= _MOST:
-        return
-    part = part / scale
-    one = float(_line_rss(part)[-1])
-    # two[i]: a line through the first i + 1 values and another through the rest
-    two = _line_rss(part)[:-1] + _line_rss(part[::-1])[::-1][1:]
-    inside = slice(LEAST - 1, n - LEAST)
-    two = two[inside]
-    best = int(np.argmin(two))
-    least = max(float(two[best]), 1e-12 * n)
-    at = best + LEAST
-    residuals = np.concatenate([_residuals(part[:at]), _residuals(part[at:])])
-    power = float((residuals**2).sum())
-    rho = float((residuals[1:] * residuals[:-1]).sum() / power) if power > 0 else 0.0
-    rho = float(np.clip(rho + (2 + 4 * rho) / n, 0, 0.9))  # four fitted values bias it towards zero
-    effective = (1 - rho) / (1 + rho)
-    statistic = (one - least) / 2 / (least / (n - 4)) * effective
-    if statistic < THRESHOLD:
-        return
-    # chi2, 2 df, 95 %
-    plausible = np.flatnonzero(effective * n * np.log(np.maximum(two, least) / least) <= 5.99)
-    low, high = int(plausible.min()) + LEAST, int(plausible.max()) + LEAST
-    found.append((start + at, start + low, start + high))
-    _split(y, start, start + at, found)
-    _split(y, start + at, end, found)
-
-
-def _residuals(y: np.ndarray) -> np.ndarray:
-    t = np.arange(len(y)) - (len(y) - 1) / 2
-    slope = float((t * y).sum() / (t * t).sum()) if len(y) > 1 else 0.0
-    return y - y.mean() - slope * t
-
-
-def _direction(before: np.ndarray, after: np.ndarray) -> Literal["up", "down", "flat"]:
-    """Where a series goes at a change: flat if it had a trend that it does not keep, and it does not turn back either."""
-    window = min(len(after), max(LEAST, len(before)))
-    fitted = before - _residuals(before)
-    noise = float(np.std(np.concatenate([_residuals(before), _residuals(after)])))
-    rise = float(after[:window].mean() - fitted[-1])
-    trend = float(fitted[-1] - fitted[0]) * window / len(before)
-    if abs(fitted[-1] - fitted[0]) > 2 * noise and abs(rise) < abs(trend) / 2:
-        return "flat"
-    return "up" if rise > 0 else "down"

@@ -1,43 +1,47 @@
-"""Read a training log into one frame of canonical quantities by step.
-
-Trainers use one word for different things: "kl" is to the reference in TRL and between sampler and trainer in AsyncGRPO;
-"entropy" is that of the full distribution in TRL and verl and a sampled estimate in Tinker. A key stands in quantities.yaml only
-where its meaning was read in the trainer's source.
-"""
+"""Read the logs of a path into frames of canonical quantities by step."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Literal, SupportsFloat
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
-from sharpscope.errors import UserError, nearest
-from sharpscope.packaged import package_yaml
-from sharpscope.rules.table import RULES
-
-STEP_KEYS = (
-    *("step", "_step", "global_step", "Step"),
-    *("train/global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
+from sharpscope.diagnose.names import Named, Naming, name_columns
+from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES
+from sharpscope.diagnose.runs import Source, chosen, sources
+from sharpscope.diagnose.steps import (
+    attempts,
+    gathered,
+    group_words,
+    per_step,
+    resumed_at,
+    step_keys,
+    steps_of,
+    with_evaluations_apart,
+    without_summaries,
 )
-"""Keys of the step, in the order in which they are looked for."""
+from sharpscope.diagnose.tables import Table
+from sharpscope.diagnose.trainers import SHARPSCOPE
+from sharpscope.errors import UserError
 
-SWIFT_STEP = STEP_KEYS[-1]
-NOT_FINITE = math.inf
-"""What stands in a frame for a logged value that is not finite; NaN means that nothing was logged."""
+Training = Literal["rewards", "distillation", "preference", "reward model", "supervised"]
+"""What kind of training a log is of."""
 
-READS = "a run of sharpscope, trainer_state.json, JSON lines, CSV, TensorBoard events, or a folder of these"
+LONGEST = 20_000
+"""Steps above which neighbors are joined before they are judged."""
+_EXTREME = frozenset({"grad_norm", "update_norm", "ratio_max", "mismatch_max"})
+_EPISODES = frozenset({"reward", "length", "kl", "truncated", "dead_groups", "reward_std"})
 
 
 @dataclass(frozen=True)
 class Log:
-    """A training log."""
+    """The log of one run."""
 
     path: Path  # file or folder that was read
     framework: str | None  # the trainer that wrote it, if known
@@ -45,6 +49,14 @@ class Log:
     # canonical quantity -> keys of the log
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
     unmapped: tuple[str, ...] = ()  # numeric keys that no quantity uses
+    format: str = ""  # in words
+    run: str = ""  # name of the run, where the path holds several
+    training: Training = "rewards"
+    guesses: dict[str, str] = field(default_factory=dict)  # quantity -> why its key was taken
+    notes: tuple[str, ...] = ()  # how the rows were read, in sentences
+    rows: int = 0  # that were read
+    # means of the reward's components by step; columns: "rewards/NAME", as TRL writes them
+    components: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     def finite(self, name: str) -> pd.Series:
         """Recorded values of a quantity that are finite, by step; empty if there are none."""
@@ -52,281 +64,243 @@ class Log:
         return values[np.isfinite(values)]
 
 
-def read_log(path: str | Path, mapping: Mapping[str, str] | None = None) -> Log:
-    """Read a log (`READS`) and name its quantities; `mapping`: quantity -> key, for keys that are not recognized.
+def read_log(
+    path: str | Path, mapping: Mapping[str, str] | None = None, run: str | None = None
+) -> Log:
+    """Read the log of one run (`read_logs`).
 
     Raises:
-        UserError: the path cannot be read, has no step, or a mapped key is missing.
+        UserError: as `read_logs`, or the path holds several runs and none is named.
+    """
+    found = read_logs(path, mapping, run)
+    if len(found) > 1:
+        names = ", ".join(log.run for log in found[:8])
+        raise UserError(f"{path}: holds {len(found)} runs ({names}): name one of them (--run NAME)")
+    return found[0]
+
+
+def read_logs(
+    path: str | Path, mapping: Mapping[str, str] | None = None, run: str | None = None
+) -> list[Log]:
+    """Read the runs of a path (`formats.READS`) and name their quantities.
+
+    Args:
+        path: a file, a folder, or a recorded run.
+        mapping: quantity -> key of the log, for keys that are not recognized; the key "none" leaves a quantity out.
+        run: the name of the run to read; default: all.
+
+    Raises:
+        UserError: nothing can be read, no key is known, a mapped key is missing, or there is no run of that name.
     """
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"{path}: does not exist; give {READS}")
-    file = _find(path)
-    framework: str | None
-    if file.is_dir() and (file / "run.json").is_file():
-        table, framework = _own_run(file), "sharpscope"
-    else:
-        table = _read_table(file)
-        # TensorBoard and W&B show the keys of transformers' trainers with "train/" in front of them.
-        framework = framework_of(table.columns)
-        plain = [key.removeprefix("train/") for key in table.columns]
-        if framework in (None, "HF Trainer") and framework_of(plain) in ("TRL", "HF Trainer"):
-            table.columns, framework = pd.Index(plain), framework_of(plain)
-            table = table.loc[:, ~table.columns.duplicated()]
-    table = _by_step(table, file)
-    frame, sources = _canonical(table, framework, mapping or {})
-    if frame.empty or not len(frame.columns):
-        keys = ", ".join(list(table.columns)[:12])
-        unknown = f"none of its keys is known: {keys}; name them, for example --map reward=KEY"
-        raise UserError(f"{path}: {unknown if keys else 'has no numbers'}")
-    used = {key for keys in sources.values() for key in keys}
-    return Log(
-        path, framework, frame, sources, tuple(key for key in table.columns if key not in used)
-    )
-
-
-def _find(path: Path) -> Path:
-    """The file, run or folder of TensorBoard events that a path stands for."""
-    if path.is_file() or (path / "run.json").is_file():
-        return path
-    states = sorted(path.rglob("trainer_state.json"), key=lambda file: file.stat().st_mtime)
-    if states:
-        return states[-1]
-    if any(path.rglob("*.tfevents.*")):
-        return path
-    logs = [file for ending in ("jsonl", "csv") for file in sorted(path.glob(f"*.{ending}"))]
-    metrics = [file for file in logs if len(logs) == 1 or file.stem == "metrics"]
-    if len(metrics) == 1:
-        return metrics[0]
-    what = (
-        f"holds {len(logs)} logs ({', '.join(file.name for file in logs[:5])}): give one"
-        if logs
-        else "holds no log"
-    )
-    raise UserError(f"{path}: {what}; diagnose reads {READS}")
-
-
-def _own_run(folder: Path) -> pd.DataFrame:
-    """The table of a run of sharpscope, or of a trainer that it recorded."""
-    from sharpscope.traces import load_run
-
-    run = load_run(folder)
-    steps = run.steps.copy()
-    if not len(steps):
-        raise UserError(f"{folder}: the run has no recorded step")
-    if "zero_std_groups" in steps:
-        rollouts = run.rollouts
-        if len(rollouts) and rollouts["group"].notna().any():
-            groups = (
-                rollouts.groupby("step")["group"].nunique().reindex(steps["step"]).to_numpy(float)
-            )
-            groups = np.where(np.isnan(groups), np.nanmedian(groups), groups)
-            steps["dead_groups"] = steps["zero_std_groups"].astype(float) / groups
-    evals = run.eval
-    if len(evals):
-        greedy = evals[(evals["temperature"] == 0) & (evals["split"] == "heldout")]
-        found = greedy.groupby("step")["accuracy"].mean()
-        steps["eval_accuracy_greedy"] = found.reindex(steps["step"]).to_numpy()
-    events = run.events
-    if len(events):
-        broken = events.loc[events["rule"] == "non_finite", "step"]
-        steps.loc[steps["step"].isin(broken), "grad_norm"] = NOT_FINITE
-        # values that only the rules saw
-        for name, rows in events[events["rule"].isin(RULES)].groupby("rule"):
-            quantity = RULES[str(name)].quantities[0]
-            if not keys_of(BY_NAME[quantity], "sharpscope", steps.columns)[1]:
-                steps[quantity] = (
-                    rows.groupby("step")["value"].last().reindex(steps["step"]).to_numpy()
-                )
-    return steps.select_dtypes("number").astype(float)
-
-
-def _read_table(file: Path) -> pd.DataFrame:
-    if file.is_dir():
-        return _events(file)
-    if file.suffix == ".csv":
-        # as text, since a value "nan" was logged and an empty one was not
-        text = _parsed(file, lambda: pd.read_csv(file, dtype=str, keep_default_na=False))
-        table = pd.DataFrame([_flat(row) for row in text.to_dict("records")])
-        # the columns of a W&B chart are "run - key", with __MIN and __MAX of the same
-        table = table[[key for key in table.columns if not str(key).endswith(("__MIN", "__MAX"))]]
-        table.columns = pd.Index([str(key).split(" - ", 1)[-1] for key in table.columns])
-        return table.loc[:, ~table.columns.duplicated()]
-    text = _parsed(file, lambda: file.read_text("utf-8"))
-    if file.suffix == ".jsonl":
-        rows = [
-            _parsed(f"{file} line {n}", lambda line=line: json.loads(line))
-            for n, line in _lines(text)
-        ]
-    else:
-        content = _parsed(file, lambda: json.loads(text))
-        listed = content.get("log_history") if isinstance(content, dict) else content
-        if not isinstance(listed, list):
-            raise UserError(
-                f"{file}: neither a list of rows nor an object with log_history; diagnose reads {READS}"
-            )
-        rows = listed
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(f"{file}: holds no rows; diagnose reads {READS}")
-    return pd.DataFrame([_flat(row) for row in rows])
-
-
-def _lines(text: str) -> list[tuple[int, str]]:
-    """Numbered lines that are not empty. A last line without an end is left out: its writer was interrupted."""
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-    if lines and not text.endswith("\n"):
+    logs: list[Log] = []
+    problems: list[UserError] = []
+    found = [piece for source in sources(path) for piece in _attempts(source)]
+    kept = chosen(found, run, path)
+    for source in kept:
         try:
-            json.loads(lines[-1][1])
-        except ValueError:
-            lines.pop()
-    return lines
+            logs.append(_log(source, mapping or {}, several=len(found) > 1))
+        except UserError as error:
+            problems.append(error)
+    if not logs:
+        raise problems[0]
+    return logs
 
 
-def _parsed(place: object, read: Any) -> Any:
-    try:
-        return read()
-    except (ValueError, OSError) as error:
-        raise UserError(
-            f"{place}: cannot be read ({str(error).splitlines()[0][:120]}); give {READS}"
-        ) from error
-
-
-def _flat(row: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Numbers of a row, keys of nested objects joined by "/"; a NaN that was logged becomes infinite."""
-    found: dict[str, float] = {}
-    for key, value in row.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
-            found |= _flat(value, "" if name == "data" and "step" in row else f"{name}/")
-        elif isinstance(value, bool):
-            continue
-        elif isinstance(value, int | float):
-            found[name] = NOT_FINITE if math.isnan(value) else float(value)
-        elif isinstance(value, str):
-            try:  # ms-swift's "global_step/max_steps": "240/960"
-                number = float(value.split("/")[0] if name == SWIFT_STEP else value)
-            except ValueError:
-                continue
-            found[name] = NOT_FINITE if math.isnan(number) else number
-    return found
-
-
-def _events(folder: Path) -> pd.DataFrame:
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError as error:
-        raise UserError(
-            f"{folder}: its events need `pip install tensorboard`; or export them as CSV"
-        ) from error
-    folders = sorted({file.parent for file in folder.rglob("*.tfevents.*")})
-    columns: dict[str, pd.Series] = {}
-    for place in folders:
-        events = EventAccumulator(str(place), size_guidance={"scalars": 0})
-        events.Reload()
-        for tag in events.Tags()["scalars"]:
-            points = events.Scalars(tag)
-            series = pd.Series({point.step: point.value for point in points}, dtype=float)
-            columns[tag] = series.combine_first(columns[tag]) if tag in columns else series
-    if not columns:
-        raise UserError(f"{folder}: its TensorBoard events hold no scalars")
-    return pd.DataFrame(columns).rename_axis("step").reset_index()
-
-
-def _by_step(table: pd.DataFrame, file: Path) -> pd.DataFrame:
-    """One row for each step, index: the step; of several values of one key at a step, the last."""
-    key = next((key for key in STEP_KEYS if key in table.columns), None)
-    numbers = table.select_dtypes("number").astype(float)
-    if key is None or key not in numbers:
-        raise UserError(f"{file}: no column is the step; looked for {', '.join(STEP_KEYS[:4])}")
-    numbers = numbers[numbers[key].notna()]
-    steps = numbers.pop(key)
-    numbers = numbers.drop(columns=[other for other in STEP_KEYS if other in numbers])
-    if not len(numbers):
-        raise UserError(f"{file}: no row has a step")
-    numbers = numbers.groupby(steps.round().astype("int64")).last()
-    return numbers.rename_axis("step").sort_index()
-
-
-def _canonical(
-    table: pd.DataFrame, framework: str | None, mapping: Mapping[str, str]
-) -> tuple[pd.DataFrame, dict[str, tuple[str, ...]]]:
-    for name, key in mapping.items():
-        if name not in BY_NAME:
-            known = ", ".join(BY_NAME)
-            raise UserError(
-                f"--map {name}={key}: unknown quantity{nearest(name, BY_NAME)}; known: {known}"
+def _attempts(source: Source) -> list[Source]:
+    """The attempts of a run that were appended to one file."""
+    if source.framework == SHARPSCOPE.name:
+        return [source]
+    table = with_evaluations_apart(without_summaries(source.table))
+    naming = name_columns(table, trainer=source.framework)
+    parts = attempts(steps_of(table, _keys(naming) or table.columns).values)
+    made = []
+    for number, rows in enumerate(parts, 1):
+        several = len(parts) > 1
+        made.append(
+            Source(
+                path=source.path,
+                table=table.part(rows) if several else table,
+                format=source.format,
+                name=f"{source.name} (attempt {number})" if several else source.name,
+                framework=source.framework,
+                notes=source.notes,
             )
-        if key not in table:
-            raise UserError(
-                f"--map {name}={key}: the log has no such key{nearest(key, list(table.columns))}"
-            )
-    frame, sources = {}, {}
-    for quantity in QUANTITIES:
-        complement, keys = keys_of(quantity, framework, table.columns)
-        if quantity.name in mapping:
-            complement, keys = False, (mapping[quantity.name],)
-        if not keys or not table[list(keys)].notna().any(axis=None):
-            continue
-        # a step that lacks all of the keys lacks the quantity
-        values = table[list(keys)].sum(axis=1, min_count=1, skipna=len(keys) > 1)
-        values = table[list(keys)].mean(axis=1) if quantity.name == "accuracy" else values
-        frame[quantity.name] = 1 - values if complement else values
-        sources[quantity.name] = keys
-    kept = pd.DataFrame(frame, index=table.index)
-    return kept.dropna(how="all") if len(kept.columns) else kept, sources
+        )
+    return made
 
 
-@dataclass(frozen=True)
-class LogQuantity:
-    """One canonical quantity; an entry of quantities.yaml."""
-
-    name: str  # here, in `--map` and in the JSON output
-    title: str  # what a reader calls it
-    keys: Mapping[str, list[str]]  # trainer -> regular expressions of its keys
-    unit: str = ""  # empty if dimensionless
-    log: bool = False  # whether it is judged on a logarithmic scale
-
-
-_ENTRIES = package_yaml("sharpscope.diagnose", "quantities.yaml")
-_SIGNATURES: dict[str, list[str]] = _ENTRIES.pop("trainers")
-BY_NAME: dict[str, LogQuantity] = {
-    name: LogQuantity(name, **entry) for name, entry in _ENTRIES.items()
-}
-QUANTITIES: tuple[LogQuantity, ...] = tuple(BY_NAME.values())
-
-
-def framework_of(keys: Iterable[str]) -> str | None:
-    """Name of the trainer that writes such keys; None if none is known to."""
-    known = list(keys)
-    fits = (
-        name
-        for name, every in _SIGNATURES.items()
-        if all(any(re.fullmatch(e, key) for key in known) for e in every)
-    )
-    return next(fits, None)
-
-
-def keys_of(
-    quantity: LogQuantity, framework: str | None, keys: Iterable[str]
-) -> tuple[bool, tuple[str, ...]]:
-    """The keys of a log that hold a quantity, whose values are added up, and whether one minus their sum is meant.
-
-    Without a known trainer a key counts if it, or its part after the last "/", is the name of the quantity.
-    """
-    known = list(keys)
-    for expression in quantity.keys.get(framework or "", ()):
-        complement, pattern = expression.startswith("1-"), expression.removeprefix("1-")
-        found = tuple(key for key in known if re.fullmatch(pattern, key))
-        if found:
-            return complement, found
-    named = [
-        key for key in known if framework is None and quantity.name in (key, key.rsplit("/", 1)[-1])
+def _keys(naming: Naming) -> list[str]:
+    """Keys of the training's quantities, else of all."""
+    of_training = [
+        key
+        for name, named in naming.quantities.items()
+        if not BY_NAME[name].held_out
+        for key in named.keys
     ]
-    return False, tuple(named[:1])
+    return of_training or [key for named in naming.quantities.values() for key in named.keys]
 
 
-def own_values(row: Mapping[str, Any]) -> dict[str, float]:
+def _log(source: Source, mapping: Mapping[str, str], several: bool) -> Log:
+    """Name the quantities of a run and make one row a step."""
+    table = source.table
+    naming = name_columns(table, mapping, source.framework)
+    used = _keys(naming)
+    if not used:
+        counted = set(step_keys(table))
+        keys = ", ".join(key for key in list(table.columns)[:12] if key not in counted)
+        unknown = f"none of its keys is known: {keys}; name them, for example --map reward=KEY"
+        raise UserError(f"{source.path}: {unknown if keys else 'has no numbers'}")
+    steps = steps_of(table, used)
+    notes = [*source.notes, *table.notes]
+    if not steps.key:
+        notes.append("No key is the step: rows are counted.")
+    elif steps.key in ("_step", "wandb_step", "mlflow_step"):
+        notes.append(f"The step is the logger's ({steps.key}), which counts its calls.")
+    notes.extend(_row_notes(table, steps.values, used[0]))
+    known = np.isfinite(steps.values)
+    lost = int((~known & table.rows_with(used)).sum())
+    if lost:
+        table.left_out["rows without a step"] += lost
+    frame = _frame(table, naming, steps.values, known & _latest(table, steps.values, used[0]))
+    notes.extend(f"{count} {reason} left out." for reason, count in table.left_out.items())
+    notes.extend(f"Key {key} is {why}." for key, why in list(naming.refused.items())[:5])
+    frame, joined = _shortened(frame)
+    if joined:
+        notes.append(joined)
+    mapped = {key for named in naming.quantities.values() for key in named.keys}
+    others = [k for k in table.columns if k not in mapped and k not in step_keys(table)]
+    framework = naming.trainer.name if naming.trainer else None
+    return Log(
+        source.path,
+        framework,
+        frame,
+        {name: named.keys for name, named in naming.quantities.items() if name in frame},
+        tuple(others),
+        format=source.format,
+        run=source.name if several else "",
+        training=_training(frame, table, framework),
+        guesses={n: named.reason for n, named in naming.quantities.items() if named.reason},
+        notes=tuple(notes),
+        rows=int((known & table.rows_with(mapped)).sum()),
+        components=_components(table, steps.values),
+    )
+
+
+def _components(table: Table, steps: NDArray[np.float64]) -> pd.DataFrame:
+    """The means of a reward's components by step, from TRL's keys "rewards/NAME/mean"."""
+    pattern = re.compile(r"(?:train/)?(rewards/.+)/mean")
+    matches = [match for key in table.columns if (match := pattern.fullmatch(key))]
+    known = np.isfinite(steps)
+    index, groups = np.unique(np.round(steps[known]).astype(np.int64), return_inverse=True)
+    columns = {
+        match[1]: gathered(table.dense(match[0])[known], groups, len(index), "mean")
+        for match in matches
+    }
+    return pd.DataFrame(columns, index=pd.Index(index, name="step")).dropna(how="all")
+
+
+def _latest(table: Table, steps: NDArray[np.float64], key: str) -> NDArray[np.bool_]:
+    """Which rows (rows,) a resumed training did not write again."""
+    of_key = np.where(table.rows_with([key]), steps, np.nan)
+    if per_step(of_key) > 1 or not resumed_at(of_key):
+        return np.ones(table.count, dtype=bool)
+    # the lowest step that comes later: rows at or above it were written again
+    later = np.append(np.fmin.accumulate(of_key[::-1])[::-1][1:], np.nan)
+    return ~(steps >= np.nan_to_num(later, nan=np.inf))
+
+
+def _frame(
+    table: Table, naming: Naming, steps: NDArray[np.float64], known: NDArray[np.bool_]
+) -> pd.DataFrame:
+    """The quantities by step; a step that lacks all of them has no row."""
+    rounded = np.round(steps[known]).astype(np.int64)
+    index, groups = np.unique(rounded, return_inverse=True)
+    columns: dict[str, NDArray[np.float64]] = {}
+    for quantity in QUANTITIES:
+        named = naming.quantities.get(quantity.name)
+        if named is None:
+            continue
+        values = _values(table, named, average=quantity.held_out)[known]
+        columns[quantity.name] = gathered(values, groups, len(index), quantity.gather)
+    frame = pd.DataFrame(columns, index=pd.Index(index, name="step"))
+    return frame.dropna(how="all").dropna(axis=1, how="all")
+
+
+def _values(table: Table, named: Named, average: bool) -> NDArray[np.float64]:
+    """The values of a quantity in each row (rows,): the sum or mean of its keys, of those that the row has."""
+    total = np.zeros(table.count)
+    count = np.zeros(table.count)
+    for key in named.keys:
+        values = table.dense(key)
+        there = ~np.isnan(values)
+        total[there] += values[there]
+        count += there
+    found = total / np.maximum(count, 1) if average else total
+    found[count == 0] = np.nan
+    return 1 - found if named.complement else found
+
+
+def _row_notes(table: Table, steps: NDArray[np.float64], key: str) -> list[str]:
+    """What became of several rows of one step, and of steps that were repeated; `key`: of the rows that are counted."""
+    notes = []
+    steps = np.where(table.rows_with([key]), steps, np.nan)
+    rows = per_step(steps)
+    if table.texts:
+        count = int(np.isfinite(steps).sum())
+        notes.append(f"It is a dump of {count} completions: a step has the mean of its rows.")
+    elif rows > 1:
+        notes.append(f"A step has {rows} rows: their means count.")
+    for step in resumed_at(steps)[:3] if rows <= 1 else []:
+        notes.append(
+            f"The training was resumed: steps from {step} on are there twice, the later ones count."
+        )
+    return notes
+
+
+def _shortened(frame: pd.DataFrame) -> tuple[pd.DataFrame, str]:
+    """At most `LONGEST` rows: neighbors are averaged, of gradient norms and ratios the largest is kept."""
+    if len(frame) <= LONGEST:
+        return frame, ""
+    size = -(-len(frame) // LONGEST)
+    starts = np.arange(0, len(frame), size)
+    blocks = np.arange(len(frame)) // size
+    columns = {
+        str(name): gathered(
+            frame[name].to_numpy(),
+            blocks,
+            len(starts),
+            "max" if name in _EXTREME else BY_NAME[str(name)].gather,
+        )
+        for name in frame
+    }
+    made = pd.DataFrame(columns, index=frame.index[starts])
+    return made, f"{len(frame):,} steps are judged in {len(made):,} blocks of {size}."
+
+
+def _training(frame: pd.DataFrame, table: Table, framework: str | None) -> Training:
+    """What kind of training a log is of, by its quantities and keys."""
+    names = set(frame.columns)
+    if framework == "TRL reward":
+        return "reward model"
+    if {"chosen", "rejected"} & names or {"margin", "preference_accuracy"} & names:
+        return "preference"
+    if "teacher_kl" in names:
+        return "distillation"
+    if _EPISODES & names:
+        return "rewards"
+    words = group_words(table.columns)
+    if {"reward", "rewards", "advantage", "advantages", "rollout"} & words:
+        return "rewards"
+    return "supervised"
+
+
+def own_values(row: Mapping[str, object]) -> dict[str, float]:
     """Canonical quantities of a row of our steps table, without those that it lacks."""
-    columns = [column for column, value in row.items() if value is not None]
-    keys = {quantity.name: keys_of(quantity, "sharpscope", columns)[1] for quantity in QUANTITIES}
-    return {name: sum(float(row[key]) for key in found) for name, found in keys.items() if found}
+    found: dict[str, float] = {}
+    for name, alternatives in SHARPSCOPE.keys.items():
+        values = [row.get(key) for key in alternatives[0]]
+        known = [float(value) for value in values if isinstance(value, SupportsFloat)]
+        if known:
+            found[name] = sum(known)
+    return found

@@ -1,4 +1,4 @@
-"""A diagnosis: the finding first, then findings by severity, the order of events and the next command."""
+"""A diagnosis: the finding first, then findings by severity, the order of events, what was read, and the next command."""
 
 from __future__ import annotations
 
@@ -12,18 +12,29 @@ from typing import Any
 import numpy as np
 
 from sharpscope.diagnose.causes import shown_causes
-from sharpscope.diagnose.findings import Change, Finding, changes, find, order_of
-from sharpscope.diagnose.logs import BY_NAME, Log, read_log
+from sharpscope.diagnose.changes import Change, changes
+from sharpscope.diagnose.findings import Finding, find, judged, order_of
+from sharpscope.diagnose.logs import Log, read_log, read_logs
+from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.diagnose.reading import learned, not_judged, too_little, what_was_read
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import advise
+from sharpscope.rules.table import RULES
 
 MOST = 5
 """Findings that are shown."""
 FEWEST = 5
 """Steps without a finding from which on a log is said to show none."""
 
+WITHOUT_DATE = frozenset({*(rule.name for rule in RULES.values() if rule.window == 0), "kl_start"})
+"""Rules whose title says when."""
+
 _BARS = "▁▂▃▄▅▆▇█"
-_NAMES = {"TRL": "trl", "HF Trainer": "trl", "verl": "verl", "sharpscope": "sharpscope"}
+_NAMES = {
+    **dict.fromkeys(("TRL", "TRL reward", "HF Trainer", "LLaMA-Factory"), "trl"),
+    "verl": "verl",
+    "sharpscope": "sharpscope",
+}
 _WORDS = {"up": "rises", "down": "falls", "flat": "levels off"}
 
 
@@ -41,7 +52,9 @@ class Diagnosis:
     """What a log shows."""
 
     log: Log
-    findings: list[Finding]  # rules that applied, most severe first; the text shows `MOST` of them
+    findings: list[
+        Finding
+    ]  # rules that applied, the likeliest cause first; the text shows `MOST` of them
     order: list[Change]  # of the quantities, by step
     causes: tuple[Cause, ...] = ()  # come before the findings
 
@@ -54,12 +67,22 @@ class Diagnosis:
         """The main finding in one sentence: the first cause, else the first finding."""
         if self.causes:
             return self.causes[0].sentence
-        frame = self.log.frame
         if not self.findings:
-            names = ", ".join(BY_NAME[name].title for name in frame.columns[:6])
-            return f"No symptom in {len(frame)} steps; looked at {names}."
+            return self._nothing()
         first = self.findings[0]
-        return f"{first.rule.title} from step {first.step}: {first.change}."
+        since = "" if first.rule.name in WITHOUT_DATE else f" from step {first.step}"
+        return f"{first.rule.title}{since}: {first.change}."
+
+    def _nothing(self) -> str:
+        """What is said of a log without findings."""
+        names = ", ".join(BY_NAME[name].title for name in list(self.log.frame.columns)[:6])
+        missing = too_little(self.log)
+        if missing:
+            return (
+                f"Nothing wrong was found, but too little was read to say that nothing is: {names}, "
+                f"and no {missing}."
+            )
+        return f"No symptom in {len(self.log.frame):,} steps; looked at {names}."
 
     def advice(self, finding: Finding) -> tuple[str, str]:
         """What a finding usually means and what to change, with the trainer's names of the settings."""
@@ -82,7 +105,7 @@ class Diagnosis:
                 run=shlex.quote(str(log.path)), step=step
             )
         none = "" if checkpoint else "  (no checkpoint before it was found: from the start)"
-        if log.framework in ("TRL", "HF Trainer"):
+        if _NAMES.get(log.framework or "") == "trl":
             start = f"resume_from_checkpoint={str(checkpoint)!r}" if checkpoint else ""
             return f'sharpscope.record(trainer, out="runs/again"); trainer.train({start}){none}'
         if log.framework == "verl":
@@ -105,105 +128,141 @@ class Diagnosis:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the JSON output; see docs/diagnose.md."""
+        log = self.log
         return {
             "finding": self.finding,
             "causes": [asdict(cause) for cause in self.causes],
-            "framework": self.log.framework,
-            "steps": [int(self.log.frame.index[0]), int(self.log.frame.index[-1])],
-            "findings": [
-                {
-                    "symptom": finding.rule.name,
-                    "severity": finding.severity,
-                    "first_step": finding.step,
-                    "evidence": finding.text,
-                    "certainty": finding.certainty,
-                    "meaning": self.advice(finding)[0],
-                    "advice": self.advice(finding)[1],
-                    "next": self.next_command(finding),
-                }
-                for finding in self.findings
-            ],
+            "path": str(log.path),
+            "run": log.run,
+            "framework": log.framework,
+            "training": log.training,
+            "steps": [int(log.frame.index[0]), int(log.frame.index[-1])],
+            "rows": log.rows,
+            "learned": learned(log),
+            "findings": [self._finding_dict(finding) for finding in self.findings],
             "order": [
                 vars(change) | {"interval": [change.low, change.high]} for change in self.order
             ],
-            "quantities": {name: list(keys) for name, keys in self.log.sources.items()},
-            "unmapped": list(self.log.unmapped),
+            "quantities": {name: list(keys) for name, keys in log.sources.items()},
+            "guesses": log.guesses,
+            "not_judged": not_judged(log),
+            "notes": list(log.notes),
+            "unmapped": list(log.unmapped[:1000]),
+        }
+
+    def _finding_dict(self, finding: Finding) -> dict[str, Any]:
+        meaning, advice = self.advice(finding)
+        return {
+            "symptom": finding.rule.name,
+            "severity": finding.severity,
+            "first_step": finding.step,
+            "evidence": finding.text,
+            "certainty": finding.certainty,
+            "explains": list(finding.explains),
+            "meaning": meaning,
+            "advice": advice,
+            "next": self.next_command(finding),
         }
 
     def text(self) -> str:
-        """The diagnosis for a terminal."""
-        log, more = self.log, len(self.findings) - MOST
-        lines = [self.finding]
+        """The diagnosis for a terminal: the file and the main finding in the first line."""
+        run = f" ({self.log.run})" if self.log.run else ""
+        lines = [f"{self.log.path}{run}: {self.finding}"]
         for number, cause in enumerate(self.causes):
             if number:
                 lines.append(cause.sentence)
             lines.extend(f"  {detail}" for detail in cause.details)
-        lines.append("")
+        lines.extend([learned(self.log), ""])
         for finding in self.findings[:MOST]:
-            quantity, (meaning, advice) = BY_NAME[finding.began.quantity], self.advice(finding)
-            line = sparkline(log.finite(finding.began.quantity).to_numpy(float), log=quantity.log)
-            lines.append(
-                f"{finding.severity.upper():<8} {finding.rule.title}, from step {finding.step}"
-            )
-            lines.append(f"         {finding.text}")
-            lines.append(f"         {quantity.title} {line}   ({finding.certainty})")
-            lines.append(f"  means  {meaning}")
-            lines.append(f"  change {advice}")
-            lines.append(f"  next   {self.next_command(finding)}")
-            lines.append("")
+            lines.extend(self._finding_lines(finding))
+        more = len(self.findings) - MOST
         if more > 0:
-            lines += [
-                f"{more} further finding{'s' * (more > 1)} of lower severity: --json lists them",
-                "",
-            ]
+            plural = "s" if more > 1 else ""
+            lines.extend(
+                [f"{more} further finding{plural} of lower severity: --json lists them", ""]
+            )
         if self.order:
-            lines.append("Order of events")
-            for change in self.order:
-                span = "" if change.low == change.high else f" ({change.low} to {change.high})"
-                lines.append(
-                    f"  step {change.step}{span}: {BY_NAME[change.quantity].title} {_WORDS[change.direction]}, "
-                    f"{change.before:.3g} → {change.after:.3g}"
-                )
-            lines.append("")
-        frame = log.frame
-        lines.append(
-            f"Read {len(frame)} steps ({frame.index[0]} to {frame.index[-1]}), "
-            + (
-                "keys of no known trainer"
-                if log.framework is None
-                else f"written by {log.framework}"
-            )
-            + f": {', '.join(log.sources)}"
-        )
-        missing = [
-            name for name in ("reward", "grad_norm", "entropy", "length") if name not in log.sources
-        ]
-        if missing and log.unmapped:
-            unused = ", ".join(log.unmapped[:12])
-            lines.append(
-                f"Not found: {', '.join(missing)}. Keys not used: {unused}; --map {missing[0]}=KEY"
-            )
+            lines.extend(["Order of events", *map(_order_line, self.order), ""])
+        lines.extend(what_was_read(self.log))
         return "\n".join(lines)
 
+    def _finding_lines(self, finding: Finding) -> list[str]:
+        quantity, (meaning, advice) = BY_NAME[finding.began.quantity], self.advice(finding)
+        values = self.log.finite(finding.began.quantity).to_numpy(float)
+        since = "" if finding.rule.name in WITHOUT_DATE else f", from step {finding.step}"
+        lines = [
+            f"{finding.severity.upper():<8} {finding.rule.title}{since}",
+            f"         {finding.text}",
+            f"         {quantity.title} {sparkline(values, log=quantity.log)}   ({finding.certainty})",
+        ]
+        follow = [RULES[name].title.lower() for name in finding.explains]
+        if follow:
+            lines.append(f"         may explain what came later: {'; '.join(follow)}")
+        lines.append(f"  means  {meaning}")
+        lines.append(f"  change {advice}")
+        lines.append(f"  next   {self.next_command(finding)}")
+        lines.append("")
+        return lines
 
-def diagnose(path: str | Path, mapping: Mapping[str, str] | None = None) -> Diagnosis:
+
+def _order_line(change: Change) -> str:
+    span = "" if change.low == change.high else f" ({change.low} to {change.high})"
+    word = _WORDS[change.direction]
+    if change.direction != "flat" and (change.after > change.before) != (change.direction == "up"):
+        word = f"turns {change.direction}"
+    return (
+        f"  step {change.step}{span}: {BY_NAME[change.quantity].title} {word}, "
+        f"{change.before:.3g} → {change.after:.3g}"
+    )
+
+
+def diagnose(
+    path: str | Path, mapping: Mapping[str, str] | None = None, *, run: str | None = None
+) -> Diagnosis:
     """Find what went wrong in a run from its log.
 
     Args:
-        path: a run of sharpscope, trainer_state.json, JSON lines, CSV, TensorBoard events, or a folder with one of them.
-        mapping: canonical quantity -> key of the log, for keys that are not recognized.
+        path: a run of sharpscope, trainer_state.json, JSON lines, a table, printed text, a notebook, TensorBoard events, or a
+            folder with one of them.
+        mapping: canonical quantity -> key of the log, for keys that are not recognized; "none" leaves a quantity out.
+        run: name of the run, where the path holds several.
 
     Raises:
-        UserError: The log cannot be read, has no known quantity, or is too short to say that nothing is wrong.
+        UserError: The log cannot be read, has no known quantity, holds several runs and none is named, or is too short to say that
+            nothing is wrong.
     """
-    log = read_log(path, mapping)
+    return _judged(read_log(path, mapping, run))
+
+
+def diagnose_runs(
+    path: str | Path, mapping: Mapping[str, str] | None = None, *, run: str | None = None
+) -> list[Diagnosis]:
+    """The diagnoses of all runs of a path, or of one of them; as `diagnose`. Runs that are too short are left out beside others."""
+    found: list[Diagnosis] = []
+    problems: list[UserError] = []
+    for log in read_logs(path, mapping, run):
+        try:
+            found.append(_judged(log))
+        except UserError as error:
+            problems.append(error)
+    if not found:
+        raise problems[0]
+    return found
+
+
+def _judged(log: Log) -> Diagnosis:
+    if not judged(log):
+        raise UserError(
+            f"{log.path}: nothing of it can be judged: {', '.join(map(str, log.frame))}; name a key, such as --map reward=KEY"
+        )
     found = changes(log)
     findings = find(log, found)
     causes = shown_causes(log)
     if not findings and not causes and len(log.frame) < FEWEST:
-        raise UserError(
-            f"{path}: {len(log.frame)} step{'s'[: len(log.frame) > 1]}; a judgement needs {FEWEST} or more"
-        )
+        count = len(log.frame)
+        steps = "1 step" if count == 1 else f"{count} steps"
+        told = " ".join((learned(log), *log.notes))
+        raise UserError(f"{log.path}: {steps}; a judgement needs {FEWEST} or more. {told}")
     return Diagnosis(log, findings, order_of(findings, found)).with_causes(
         [Cause(sentence=c.sentence, step=c.step, details=c.details) for c in causes]
     )

@@ -183,11 +183,14 @@ def test_rotations_have_one_row_a_method_and_the_map_every_policy():
     assert values == [40.0, 1.0, 3.0, 1.0] and len(right.lines) == 3
 
 
-def test_a_log_marks_where_its_findings_begin():
+def test_a_log_marks_where_its_findings_begin(tmp_path):
     from sharpscope.diagnose import diagnose
 
-    axes, frame = plots.log(LOG)
-    found = diagnose(LOG).findings
+    of_runs = pd.read_csv(LOG, dtype=str)
+    one = of_runs[of_runs["run"] == "learning_rate"].drop(columns="run")
+    one.dropna(axis=1, how="all").to_csv(tmp_path / "log.csv", index=False)
+    axes, frame = plots.log(str(tmp_path / "log.csv"))
+    found = diagnose(tmp_path / "log.csv").findings
     onsets = frame.dropna(subset=["onset"]).groupby("quantity")["onset"].first()
     assert set(onsets) <= {f.step for f in found} and found[0].step in set(onsets)
     marked = {int(line.get_xdata()[0]) for axis in axes for line in axis.lines[1:]}

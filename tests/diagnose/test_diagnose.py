@@ -13,7 +13,7 @@ import pytest
 from sharpscope.diagnose import Log, changes, diagnose, find, read_log
 from sharpscope.diagnose.report import Cause
 from sharpscope.errors import UserError
-from sharpscope.rules.judging import reward_gap
+from sharpscope.rules.measures import reward_gap
 from tests.diagnose.trainers import TRAINERS, healthy, run, write
 
 
@@ -51,7 +51,15 @@ def longer(frame: pd.DataFrame) -> None:
     frame["reward"] = 0.4 + np.random.default_rng(2).normal(0, 0.05, len(frame))
 
 
-DEAD = plant({"grad_norm": 0.0, "reward": 0.0, "entropy": lambda x: np.linspace(1, 3, len(x))})
+DEAD = plant(
+    {
+        "grad_norm": 0.0,
+        "reward": 0.0,
+        "reward_std": 0.0,
+        "frac_reward_zero_std": 1.0,
+        "entropy": lambda x: np.linspace(1, 3, len(x)),
+    }
+)
 FALLEN = plant({"reward": lambda x: np.abs(np.random.default_rng(1).normal(0.05, 0.02, len(x)))})
 PLANTED = {
     "reward_collapse": (FALLEN, "critical"),
@@ -93,7 +101,7 @@ def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
     """The numbers of SmolLM2-135M at a learning rate of 1e-4."""
     frame = healthy(6)
     frame["reward"], frame["entropy"] = [0.2, 0, 0, 0, 0, 0], [1.72, 3.06, 3.62, 3.68, 3.68, 3.68]
-    frame["grad_norm"] = [2.4, 0, 0, 0, 0, 0]
+    frame["grad_norm"], frame["reward_std"] = [2.4, 0, 0, 0, 0, 0], [0.4, 0, 0, 0, 0, 0]
     found = symptoms(frame, tmp_path)
     assert (found["policy_destroyed"][1], found["zero_gradient"][1]) == (1, 2)
 
@@ -198,15 +206,13 @@ def test_every_trainers_log_is_read(name, tmp_path):
         pytest.importorskip("tensorboard")
     found = diagnose(trainer.write(trainer.rows(frame), tmp_path))
     assert (found.log.framework or "") == trainer.name
-    assert set(found.log.frame) - {"accuracy"} == set(trainer.keys)
+    beside = {"accuracy", "eval_loss", "token_accuracy", "all_right", "all_wrong"}
+    assert set(found.log.frame) - beside == set(trainer.keys) - beside
     for quantity in trainer.keys:
         np.testing.assert_allclose(
             found.log.frame[quantity], frame[quantity], rtol=1e-5, atol=1e-7, err_msg=quantity
         )
-    others = {
-        key.removeprefix("train/") if trainer.name == "TRL" else key for key in trainer.others
-    }
-    assert others <= set(found.log.unmapped)
+    assert set(trainer.others) - {"mean_token_accuracy"} <= set(found.log.unmapped)
     assert not set(found.log.unmapped) & {
         key for keys in found.log.sources.values() for key in keys
     }
@@ -225,10 +231,10 @@ def test_an_interrupted_last_line_is_left_out(tmp_path):
     ("content", "name", "message"),
     [
         ("", "log.jsonl", "holds no rows"),
-        ("{", "trainer_state.json", "cannot be read"),
-        ('{"reward": 1}\n', "log.jsonl", "no column is the step"),
+        ("{", "trainer_state.json", "holds no rows"),
+        ('{"reward": 1}\n', "log.jsonl", "1 step; a judgement needs 5 or more"),
         ('{"step": 1, "speed": 2}\n', "log.jsonl", "none of its keys is known"),
-        ("hello", "notes.txt", "cannot be read"),
+        ("hello", "notes.txt", "holds no rows"),
         ("step,reward\n1,0.5\n", "log.csv", "1 step; a judgement needs 5 or more"),
     ],
 )
@@ -283,19 +289,24 @@ def test_a_cause_comes_before_the_findings(tmp_path):
     cause = Cause(sentence="Step 60 was 9 tokens.", step=60, details=("token 7: 40 %",))
     told = found.with_causes([cause])
     assert told.finding == told.as_dict()["finding"] == "Step 60 was 9 tokens."
-    assert told.text().split("\n")[:3] == ["Step 60 was 9 tokens.", "  token 7: 40 %", ""]
-    assert told.text().split("\n")[3:] == found.text().split("\n")[2:]
+    first, detail, *rest = told.text().split("\n")
+    assert first.endswith(": Step 60 was 9 tokens.") and detail == "  token 7: 40 %"
+    assert rest == found.text().split("\n")[1:]
 
 
-def test_a_reward_that_falls_with_the_accuracy_is_no_gap():
-    rewards, accuracy = (
-        np.r_[np.full(20, 0.5), np.full(15, 0.8), np.full(5, 0.4)],
-        np.full(40, np.nan),
-    )
-    accuracy[[9, 19, 29, 39]] = 0.6, 0.7, 0.5, 0.5
+def test_a_gap_needs_two_evaluations_and_a_reward_that_stays():
+    """Worked out by hand, for rewards in [0, 1] and for the same on another scale."""
+    rewards = np.r_[np.full(20, 0.5), np.full(30, 0.8), np.full(10, 0.4)]
+    accuracy = np.full(60, np.nan)
+    accuracy[[9, 19, 29, 39, 49, 59]] = 0.6, 0.7, 0.5, 0.3, 0.6, 0.2
+    at = [9, 19, 29, 39, 49, 59]
     gap = reward_gap({"reward": rewards, "accuracy": accuracy})
-    # the last ten have 0.6, the last five 0.4
-    assert gap[[9, 19, 29, 39]] == pytest.approx([0, 0, 0.2, 0])
+    # one evaluation alone counts for nothing, of two the smaller gap; the last has a lower reward than then
+    assert gap[at] == pytest.approx([0, 0, 0, 0.2, 0.1, 0])
+    scaled = {"reward": 100 * rewards - 50, "accuracy": 100 * accuracy - 50}
+    # the scale is the range of the rewards so far: 30
+    assert reward_gap(scaled)[at] == pytest.approx([0, 0, 0, 20 / 30, 10 / 30, 0])
+    assert reward_gap(scaled | {"reward_std": np.full(60, 100.0)})[39] == pytest.approx(0.2)
 
 
 def test_the_committed_page_of_symptoms_is_that_of_the_table():

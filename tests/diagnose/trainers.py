@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from sharpscope.diagnose.logs import QUANTITIES
+from sharpscope.diagnose.trainers import BY_TRAINER
 
 Rows = list[dict[str, float]]
 
@@ -172,19 +171,17 @@ def _swift(rows: Rows, folder: Path) -> Path:
     return _lines(made, folder / "logging.jsonl")
 
 
-def _expanded(expression: str) -> tuple[str, ...]:
-    """Keys that an expression of quantities.yaml fits."""
-    text = expression.replace("[^/]+", "main").replace("(?:/mean)?", "")
-    choice = re.search(r"\(\?:([^)]*)\)", text)
-    return (
-        tuple(text.replace(choice[0], part) for part in choice[1].split("|")) if choice else (text,)
-    )
-
-
 def keys(trainer: str) -> dict[str, tuple[str, ...]]:
     """Canonical quantity of `run` -> the keys under which a trainer writes it."""
-    known = (q for q in QUANTITIES if q.name in run(1, 1) and trainer in q.keys)
-    return {quantity.name: _expanded(quantity.keys[trainer][0]) for quantity in known}
+    known = BY_TRAINER[trainer]
+    found = {}
+    for name in run(1, 1):
+        if name in known.keys:
+            written = known.keys[name][0]
+            found[name] = tuple(key.replace("*", "main") for key in written)
+        elif name in known.complements:
+            found[name] = (f"1-{known.complements[name]}",)
+    return found
 
 
 _TRL = keys("TRL")

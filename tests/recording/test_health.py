@@ -21,7 +21,8 @@ from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
 from sharpscope.memory import container_memory
 from sharpscope.policy import load_policy
-from sharpscope.rules.judging import EARLY, OfLastStep, judge, robust_z, sampler_values
+from sharpscope.rules.judging import judge, robust_z, sampler_values
+from sharpscope.rules.measures import EARLY, OfLastStep
 from sharpscope.rules.table import RULES
 from sharpscope.training import loop, train
 from sharpscope.training import updates as updates_module
@@ -323,7 +324,7 @@ def test_no_measure_looks_ahead(history, at):
     for name, rule in RULES.items():
         now = rule.measure(cut)
         np.testing.assert_array_equal(rule.measure(OfLastStep(cut))[-1], now[-1], err_msg=name)
-        if name not in ("no_motion", "policy_destroyed"):
+        if rule.window and name != "policy_destroyed":
             np.testing.assert_allclose(now, rule.measure(history)[: at + 1], err_msg=name)
 
 
@@ -357,9 +358,10 @@ def test_measures_by_value():
     assert math.isnan(last("entropy_collapse", entropy=[2.0] * EARLY))  # the early steps themselves
     assert last("gradient_growth", grad_norm=[1.0] * 5 + [3.0] * 10) == 3
     # of the last ten
-    assert last("dead_groups", dead_groups=[0] + [1] * 5 + [0.5] * 5) == pytest.approx(0.75)
-    # Two steps without a gradient.
-    assert last("drift", entropy=[2, 1, 1.25, 1.5], grad_norm=[1, 0, 0, math.nan]) == 0.5
+    assert last("dead_groups", dead_groups=[0.1] + [1] * 5 + [0.5] * 5) == pytest.approx(0.75)
+    # Three steps without a gradient; two may be chance.
+    assert last("drift", entropy=[2, 1, 1, 1.25, 1.5], grad_norm=[1, 0, 0, 0, math.nan]) == 0.5
+    assert last("drift", entropy=[2, 1, 1.25, 1.5], grad_norm=[1, 0, 0, math.nan]) == 0
     assert math.isnan(last("drift", entropy=[2, 1], grad_norm=[1, 1]))
     assert last("entropy_rise", entropy=[1.0] * 10 + [0.5] * 10 + [1.0] * 10) == 0.5
     assert last("entropy_rise", entropy=[1.0] * 10 + [1.4] * 10) == 0  # less than 1.5 times

@@ -32,7 +32,7 @@ from sharpscope.analysis.statistics import FEWEST, mean_interval
 from sharpscope.analysis.study import Setting, Study, studies
 from sharpscope.analysis.text import method_label
 from sharpscope.diagnose import diagnose
-from sharpscope.diagnose.logs import BY_NAME
+from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.traces import MAX_SATURATION, Runs
 
 TRAJECTORIES = (

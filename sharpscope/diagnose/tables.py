@@ -1,0 +1,156 @@
+"""Rows of a log as columns that hold only what was logged, so that a file with 100,000 keys or 1,000,000 rows stays small."""
+
+from __future__ import annotations
+
+import math
+import re
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+NOT_FINITE = math.inf
+"""What stands for a logged value that is not finite; NaN means that nothing was logged."""
+LARGEST = 1e150
+"""Values beyond overflow when they are squared: they count as not finite."""
+DEEPEST = 8
+"""Levels of nested objects that are read."""
+
+RUN_KEYS = frozenset({"run", "run_name", "run_id", "run name", "run id", "experiment", "trial"})
+"""Keys whose text says which run a row belongs to, in lower case."""
+TEXT_KEYS = frozenset({"prompt", "completion", "input", "output", "response", "generation", "text"})
+"""Keys of prompts and completions: a file of such rows is a dump of completions."""
+
+_FRACTION = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
+
+
+@dataclass
+class Column:
+    """The values that one key has: of the rows `positions` (m,), ascending."""
+
+    positions: array[int] = field(default_factory=lambda: array("I"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def numbers(self) -> NDArray[np.float64]:
+        """The logged values (m,)."""
+        return np.array(self.values, dtype=np.float64)
+
+    def rows(self) -> NDArray[np.int64]:
+        """The rows that have a value (m,)."""
+        return np.array(self.positions, dtype=np.int64)
+
+
+@dataclass
+class Table:
+    """The rows of one run, by key."""
+
+    count: int = 0  # rows
+    columns: dict[str, Column] = field(default_factory=dict)
+    texts: set[str] = field(default_factory=set)  # keys of TEXT_KEYS that the rows have
+    runs: list[str] = field(default_factory=list)  # run of each row, if the rows say it
+    left_out: Counter[str] = field(default_factory=Counter)  # reason -> values
+    notes: list[str] = field(default_factory=list)  # how the rows were read, for the report
+
+    def add(self, row: Mapping[str, object]) -> None:
+        """Append a row: numbers, numbers in text, and nested objects whose keys are joined by "/"."""
+        self._add(row, "", 0)
+        self.count += 1
+
+    def _add(self, row: Mapping[str, object], prefix: str, depth: int) -> None:
+        for key, value in row.items():
+            kind = type(value)
+            if kind is float or kind is int:
+                number = self._number(value)
+            elif kind is str:
+                number = self._of_text(key, str(value))
+            elif isinstance(value, Mapping):
+                self._nested(row, key, value, prefix, depth)
+                continue
+            else:  # a truth value, a list or null
+                continue
+            if number is not None:
+                self.put(f"{prefix}{key}" if prefix else key, self.count, number)
+
+    def _nested(
+        self,
+        row: Mapping[str, object],
+        key: str,
+        value: Mapping[str, object],
+        prefix: str,
+        depth: int,
+    ) -> None:
+        if depth >= DEEPEST:
+            self.left_out["nested too deeply"] += 1
+            return
+        # verl's file logger writes {"step": 1, "data": {…}}
+        wrapper = key == "data" and "step" in row
+        self._add(value, "" if wrapper else f"{prefix}{key}/", depth + 1)
+
+    def put(self, key: str, row: int, value: float) -> None:
+        """Set the value of a key in a row at or after the last one that has it."""
+        column = self.columns.get(key)
+        if column is None:
+            column = self.columns[key] = Column()
+        if column.positions and column.positions[-1] == row:
+            column.values[-1] = value
+            return
+        column.positions.append(row)
+        column.values.append(value)
+
+    def _number(self, value: object) -> float | None:
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except OverflowError:  # an integer of more than 308 digits
+            self.left_out["integers that are too large"] += 1
+            return None
+        return number if -LARGEST < number < LARGEST else NOT_FINITE
+
+    def _of_text(self, key: str, text: str) -> float | None:
+        lower = key.lower()
+        if lower in TEXT_KEYS:
+            self.texts.add(lower)
+            return None
+        elif lower in RUN_KEYS:
+            self.runs.extend([""] * (self.count - len(self.runs)))
+            self.runs.append(text)
+        if len(text) > 40:
+            return None
+        try:
+            number = float(text)
+        except ValueError:
+            # ms-swift's "global_step/max_steps": "240/960"
+            match = _FRACTION.fullmatch(text) if "step" in lower else None
+            return float(match[1]) if match else None
+        return number if -LARGEST < number < LARGEST else NOT_FINITE
+
+    def rows_with(self, keys: Iterable[str]) -> NDArray[np.bool_]:
+        """Which rows have at least one of the keys (count,)."""
+        found = np.zeros(self.count, dtype=bool)
+        for key in keys:
+            if key in self.columns:
+                found[self.columns[key].rows()] = True
+        return found
+
+    def dense(self, key: str) -> NDArray[np.float64]:
+        """The values of a key in all rows (count,), NaN where it is not logged."""
+        values = np.full(self.count, np.nan)
+        column = self.columns[key]
+        values[column.rows()] = column.numbers()
+        return values
+
+    def part(self, rows: NDArray[np.bool_]) -> Table:
+        """The table of some of the rows."""
+        place = np.cumsum(rows) - 1
+        made = Table(count=int(rows.sum()), texts=self.texts, notes=list(self.notes))
+        made.left_out = self.left_out.copy()
+        for key, column in self.columns.items():
+            positions, values = column.rows(), column.numbers()
+            kept = rows[positions]
+            if kept.any():
+                made.columns[key] = Column(
+                    array("I", place[positions[kept]].tolist()), array("d", values[kept].tolist())
+                )
+        return made
