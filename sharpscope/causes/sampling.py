@@ -61,6 +61,7 @@ def surprise_at_start(recorded: Recorded) -> Measured | None:
     """The largest |mean of −ln π − H| at one of the first positions, over groups, beyond chance [nats]."""
     tokens = recorded.drawn
     starts = tokens[tokens["position"] < STARTS] if len(tokens) else tokens
+    starts = starts.dropna(subset=["step", "group"]) if len(starts) else starts
     if starts.empty:
         return None
     means = starts.groupby(["position", "step", "group"])["surprise"].mean()

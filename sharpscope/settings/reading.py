@@ -105,7 +105,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        problem = getattr(error, "problem", None) or error
+        problem = " ".join(str(getattr(error, "problem", None) or error).split())
         raise UserError(f"config file '{file}'{line}: not valid YAML ({problem})") from None
     if not isinstance(data, dict | None):
         raise UserError(

@@ -27,6 +27,7 @@ from sharpscope.traces.files import ASIDE, TRACES, publish
 from sharpscope.traces.schema import (
     ARROW_TYPES,
     READABLE_VERSIONS,
+    SCHEMA_VERSION,
     TABLES,
     VERSION_KEY,
     Column,
@@ -150,6 +151,10 @@ def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
         )
     texts = tuple(field.name for field in stored if _kind(field.type) == "string")
     columns = frozenset(_check_schema(stored, table))
+    unknown = set(stored.names) - columns - {RUN}
+    if unknown and version == str(SCHEMA_VERSION):
+        # A damaged name would read as a column that was not recorded.
+        raise DamagedPartError(f"it has the column {min(unknown)[:40]!r}, which is not known")
     return _Footer(metadata=metadata, columns=columns, texts=texts)
 
 

@@ -130,7 +130,7 @@ def tables(draw):
     count = draw(st.integers(0, 3))
     fields, arrays = [], []
     for column in arrow_schema(name):
-        if draw(st.integers(0, 9)) == 0:
+        if draw(st.integers(0, 29)) == 0:
             continue
         of = draw(st.sampled_from(TYPES)) if draw(st.integers(0, 19)) == 0 else column.type
         fields.append(pa.field(column.name, of))
