@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.faults.bench import KINDS, Bench
+from tests.faults.bench import KINDS, SHARE, Bench
 
 
 def main() -> int:
@@ -33,8 +33,8 @@ def main() -> int:
             kinds = [k for k in given.only or KINDS if bench.count[k].tried < (given.tries or 1e9)]
             if not kinds:
                 break
-            # The kind on which least time was spent.
-            bench.attempt(min(kinds, key=lambda kind: bench.count[kind].seconds))
+            # The kind on which least of its time was spent.
+            bench.attempt(min(kinds, key=lambda k: bench.count[k].seconds / SHARE.get(k, 1)))
             if given.out and time.monotonic() - told > 60:
                 told = time.monotonic()
                 given.out.write_text(bench.table())
