@@ -1,83 +1,120 @@
-"""The picture of one run to share: `show RUN --card card.png`."""
+"""The picture of one run to share, 1200 × 630 pixels: `show RUN --card card.png`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from textwrap import fill
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
-from rich.cells import cell_len
-from rich.console import Console
+from matplotlib.patches import Circle
 
-from sharpscope.analysis.headline import largest_update
-from sharpscope.analysis.plots.style import styled
-from sharpscope.analysis.report import curve_table, found_sections
-from sharpscope.analysis.sections import Section, to_terminal
-from sharpscope.analysis.spikes import recorded_by
-from sharpscope.analysis.study import Study
+from sharpscope.analysis.curves import run_values
+from sharpscope.analysis.measures import STEPS
+from sharpscope.analysis.plots.style import GRAY, colors, plain, save_as, styled
+from sharpscope.analysis.spikes import gradient_scores
+from sharpscope.analysis.summary import facts_of, leading_tokens, numbers, verdict
+from sharpscope.analysis.text import percent
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
 
-LETTER, LINE = 13 / 150, 0.19
-"""Width of a letter, whole pixels at 150 to an inch, and height of a line [inches], in DejaVu Sans Mono of 10 points."""
-FONTS = ("DejaVu Sans Mono", "Noto Sans Mono CJK JP", "Noto Sans CJK JP", "DejaVu Sans")
+SIZE = (12.0, 6.3)
+"""Inches; with 100 pixels to an inch the size that sites show of a link."""
+FONTS = ("DejaVu Sans", "Noto Sans CJK JP")
 """Those that are installed are used, the first that has a letter."""
+TOKENS = 6
 
 
 def write_card(run: Run, file: Path) -> Path:
-    """Write a picture of what the terminal shows of a run, its headline and its first curve, to a .png or .svg.
+    """Write the card of a run to a .png or .svg.
 
     Raises:
-        UserError: another ending, no shares of tokens, or `file` cannot be written.
+        UserError: another ending, no step is recorded, or `file` cannot be written.
     """
     if file.suffix not in (".png", ".svg"):
         raise UserError(f"--card {file}: the picture is a .png or an .svg")
-    if largest_update(run) is None:
-        why = recorded_by(run, "recording.token_gradients_every")
-        raise UserError(f"--card: no token's share of the gradient was recorded in {run.name}{why}")
-    study = Study({run.name: run}, name=run.task)
-    sections = [
-        *found_sections(study, study.settings, top=3),
-        Section("", curve_table(run).head(1)),
-    ]
-    with styled(), warnings.catch_warnings():
+    if run.steps.empty:
+        raise UserError(f"--card: no step is recorded yet in {run.name}")
+    there = [name for name in FONTS if name in get_font_names()]
+    with (
+        styled("dark"),
+        mpl.rc_context({"font.family": there, "savefig.dpi": 100}),
+        warnings.catch_warnings(),
+    ):
         warnings.filterwarnings("ignore", message="Glyph .* missing")
-        try:
-            terminal_picture(sections).savefig(file, dpi=150)
-        except OSError as error:
-            raise UserError(f"--card {file}: cannot be written ({error.strerror})") from error
-    return file
+        return save_as(card(run), file, dpi=100)
 
 
-def terminal_picture(sections: Sequence[Section], width: int = 96) -> Figure:
-    """Sections as a terminal of `width` letters shows them."""
-    console = Console(file=StringIO(), force_terminal=True, color_system="truecolor")
-    shown = console.render_lines(
-        to_terminal(sections), console.options.update(width=width), pad=False
-    )
-    across, down = LETTER * (width + 4), LINE * (len(shown) + 2)
-    figure = Figure(figsize=(across, down), facecolor="white")
-    FigureCanvasAgg(figure)
-    look: dict[str, Any] = {
-        "family": [name for name in FONTS if name in get_font_names()],
-        "size": 10,
-    }
-    for n, line in enumerate(shown):
-        x = 2 * LETTER
-        for text, style, _ in line:
-            color = style.color.get_truecolor().hex if style and style.color else None
-            look |= {
-                "weight": "bold" if style and style.bold else "normal",
-                "color": "white" if color else "black",
-            }
-            box = {"facecolor": color, "edgecolor": "none", "pad": 1.5} if color else None
-            figure.text(
-                x / across, 1 - (n + 2) * LINE / down, text, parse_math=False, bbox=box, **look
-            )
-            x += LETTER * cell_len(text)
+def card(run: Run) -> Figure:
+    """Name and verdict, three numbers, reward and gradient norm by step, and the leading tokens in their colors."""
+    figure = Figure(figsize=SIZE)
+    draw_mark(figure.add_axes((0.035, 0.86, 0.0525, 0.1)))
+    figure.text(0.1, 0.905, plain(run.name, 40), size=25, weight="bold")
+    facts = facts_of(run).split("\n")[0].split(", started")[0]
+    figure.text(0.1, 0.868, plain(facts, 104), size=11.5, color=GRAY)
+    figure.text(0.035, 0.83, fill(plain(verdict(run), 230), 105), size=15, va="top")
+    for at, one in enumerate(numbers(run)[:3]):
+        x = 0.035 + 0.24 * at
+        figure.text(x, 0.645, plain(one.title, 32), size=10.5, color=GRAY)
+        figure.text(x, 0.575, one.last, size=26, weight="bold", color=colors()[0])
+        figure.text(x + 0.02 + 0.016 * len(one.last), 0.58, f"from {one.first}", size=11.5)
+    draw_course(figure.add_axes((0.06, 0.19, 0.86, 0.34)), run)
+    draw_tokens(figure, run)
+    figure.text(0.965, 0.035, "sharpscope", size=12, color=GRAY, ha="right")
     return figure
+
+
+def draw_mark(axis: Axes) -> None:
+    """The project's mark: a sharp peak under a lens."""
+    axis.set(xlim=(0, 40), ylim=(40, 0))
+    axis.axis("off")
+    axis.add_patch(Circle((20, 20), 17, fill=False, color=colors()[1], linewidth=3))
+    axis.plot([6, 13.5, 20, 26.5, 34], [28, 28, 7, 28, 28], color=colors()[0], linewidth=3)
+
+
+def draw_course(axis: Axes, run: Run) -> None:
+    """Reward (left) and gradient norm (right) by step, with the largest spikes named."""
+    values = run_values(run).dropna(subset=["value"])
+    other = axis.twinx()
+    for side, name, color in (
+        (axis, STEPS["reward_mean"].name, colors()[0]),
+        (other, STEPS["grad_norm"].name, colors()[1]),
+    ):
+        rows = values[values["quantity"] == name].sort_values("step")
+        side.plot(rows["step"], rows["value"], color=color, linewidth=2 if side is axis else 1.3)
+        side.set_ylabel(name, color=color)
+        side.tick_params(axis="y", colors=color)
+    if (values["quantity"] == STEPS["grad_norm"].name).any():
+        other.set_yscale("log" if (gradient_scores(run)["grad_norm"] > 0).any() else "linear")
+    other.grid(visible=False)
+    scores = gradient_scores(run)
+    for row in scores[scores["z"] >= 4].nlargest(2, "grad_norm").to_dict("records"):
+        axis.axvline(row["step"], color=GRAY, linestyle=":")
+        text = f"step {row['step']}: {row['grad_norm'] / row['typical']:.1f} × typical gradient"
+        place = (row["step"], 1.02)
+        right = row["step"] > float(np.mean(axis.get_xlim()))
+        align = "right" if right else "left"
+        axis.text(*place, text, size=9.5, ha=align, transform=axis.get_xaxis_transform())
+    axis.set_xlabel("step")
+
+
+def draw_tokens(figure: Figure, run: Run) -> None:
+    """The tokens that moved the model most, blue where made more likely, orange and underlined in words where less."""
+    tokens = leading_tokens(run, TOKENS)
+    if tokens.empty:
+        return
+    step = tokens["step"].iloc[0]
+    figure.text(0.035, 0.085, f"moved the model at step {step}:", size=11.5, color=GRAY)
+    x = 0.035
+    for token in tokens.to_dict("records"):
+        way = token["direction"]
+        color = colors()[0] if way > 0 else colors()[3] if way < 0 else GRAY
+        arrow = {1: "↑", -1: "↓"}.get(way, "·")
+        text = f"{plain(token['token'].strip() or token['token'], 14)} {arrow} {percent(token['share'], 0, sign=True)}"
+        box = {"facecolor": color, "edgecolor": "none", "boxstyle": "round,pad=0.3"}
+        figure.text(x, 0.035, text, size=12, color="#14171a", weight="bold", bbox=box)
+        x += 0.03 + 0.0105 * len(text)

@@ -167,12 +167,13 @@ MARK = (
 _SVG = "data:image/svg+xml;base64,"
 
 
-def report_html(page: Page, pictures: Mapping[str, str]) -> str:
+def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> str:
     """The whole page.
 
     Args:
         page: what it says.
         pictures: name of a figure → its SVG text.
+        live: it is served by `live` and asks there for what is new.
     """
     view = token_view(page.runs.by_name, page.choices)
     scripts, data = [_asset("page.js")], {}
@@ -183,6 +184,7 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
     if charts:
         data["curves"] = Markup(script_json(charts))
         scripts += map(_asset, ("uplot/uPlot.iife.min.js", "curves.js"))
+    scripts += [_asset("live.js")] * live
     css = _asset("report.css") + (_asset("uplot/uPlot.min.css") if charts else "")
     names, numbers = list(page.runs.by_name), {name: n for n, name in enumerate(page.choices)}
     there = {(view["runs"][c["r"]], c["s"], c["n"]) for c in view["completions"] if "t" in c}
@@ -207,7 +209,7 @@ def report_html(page: Page, pictures: Mapping[str, str]) -> str:
     return html.render(
         version=__version__,
         source=page.source,
-        policy=policy(scripts, [css]),
+        policy=policy(scripts, [css]) + "; connect-src 'self'" * live,
         css=Markup(css),
         scripts=list(map(Markup, scripts)),
         data=data,

@@ -27,6 +27,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Understand runs": {
         "tokens": inspecting.tokens,
         "plot": inspecting.plot,
+        "view": inspecting.view,
         "analyze": inspecting.analyze,
         "diagnose": inspecting.diagnose,
     },

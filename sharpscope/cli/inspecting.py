@@ -1,4 +1,4 @@
-"""`show`, `plot`, `tokens`, `analyze`, `diagnose`: look at recorded runs and at logs."""
+"""`show`, `view`, `plot`, `tokens`, `analyze`, `diagnose`: look at recorded runs and at logs."""
 
 from __future__ import annotations
 
@@ -164,6 +164,36 @@ def analyze(
     say(f"{counts}. Written: {written.out}/ (open {written.page}, {size:.1f} MiB, works offline)")
     if open_:
         typer.launch(written.page.resolve().as_uri())
+
+
+def view(
+    runs: Runs,
+    live: Annotated[
+        bool, Option("--live", help="Serve the page while a run is written, on this machine only.")
+    ] = False,
+    open_: Annotated[bool, Option("--open/--no-open", help="Open the browser.")] = True,
+) -> None:
+    """Open the page of runs in the browser; with --live it follows a run that is being written, until Ctrl-C.
+
+    Examples:
+      sharpscope view runs/first
+      sharpscope view runs/first --live
+    """
+    if not live:
+        analyze(runs, open_=open_)
+        return
+    from sharpscope.analysis.live import serve
+
+    def ready(address: str) -> None:
+        """Say where the page is."""
+        typer.echo(f"Live at {address} (this machine only; Ctrl-C ends it)")
+        if open_:
+            typer.launch(address)
+
+    try:
+        serve(list(runs), ready)
+    except KeyboardInterrupt:
+        typer.echo("no longer live; the run continues")
 
 
 def diagnose(

@@ -263,10 +263,11 @@ def study(study_folder):
 
 @pytest.fixture(scope="session")
 def chromium():
-    """A headless browser."""
+    """A headless browser. Where chromium is there its tests run: without playwright they fail, and are not skipped."""
     if (path := shutil.which("chromium")) is None:
         pytest.skip("no `chromium` on the PATH (Debian's package chromium)")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    from playwright import sync_api
+
     with sync_api.sync_playwright() as driver:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         browser = driver.chromium.launch(

@@ -309,9 +309,8 @@ def test_curves_zoom_smooth_and_hide_and_obey_the_keyboard(page, made):
 
 @pytest.mark.parametrize("size", [(1300, 1000), (390, 844)])
 def test_axe_finds_no_violation_in_light_and_dark_on_both_screens(page, size):
-    axe = pytest.importorskip(
-        "axe_playwright_python.sync_playwright", reason="axe-playwright-python brings axe-core"
-    )
+    from axe_playwright_python import sync_playwright as axe
+
     page.set_viewport_size({"width": size[0], "height": size[1]})
     _charts(page)
     for layout in ("group", "list", "sides"):

@@ -180,7 +180,7 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
     return paths
 
 
-def save_as(figure: Figure, file: Path) -> Path:
+def save_as(figure: Figure, file: Path, dpi: float | None = None) -> Path:
     """Write a figure to a .png, .svg or .pdf file without the date, so that equal figures give equal files.
 
     Raises:
@@ -192,7 +192,7 @@ def save_as(figure: Figure, file: Path) -> Path:
     face = figure.get_facecolor()
     with styled():
         try:
-            figure.savefig(file, metadata=dates[file.suffix], facecolor=face)
+            figure.savefig(file, metadata=dates[file.suffix], facecolor=face, dpi=dpi or "figure")
         except OSError as error:
             raise UserError(f"{file}: cannot be written ({error.strerror})") from error
     return file

@@ -423,5 +423,17 @@ const Curves = (() => {
     }).observe(place);
     document.documentElement.dataset.curves = "drawn";
   }));
-  return { plots, groups };
+  /* Numbers of the same charts as of now; false if there are others, which need the page anew. */
+  function refresh(newer) {
+    const titles = (some) => JSON.stringify(some.map((group) => group.charts.map((chart) => chart.title)));
+    if (titles(newer) !== titles(groups)) return false;
+    newer.forEach((group, n) => {
+      groups[n].events = group.events;
+      group.charts.forEach((chart, k) => Object.assign(groups[n].charts[k], chart));
+    });
+    redraw();
+    return true;
+  }
+
+  return { plots, groups, refresh };
 })();

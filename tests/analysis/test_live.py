@@ -1,0 +1,99 @@
+"""The live page: on loopback, behind a random word, read-only, and refreshed by its parts."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from html import unescape
+from urllib.parse import urlsplit
+
+import pytest
+
+from sharpscope.analysis.live import LivePage, server_of
+from sharpscope.errors import UserError
+from sharpscope.traces import TraceWriter
+from tests.analysis.conftest import write_report_run
+from tests.traces.synthetic import rows
+
+
+@pytest.fixture
+def live(tmp_path):
+    folder = write_report_run(tmp_path / "a", steps=3, spike=False)
+    server, address = server_of([folder])
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    yield folder, urlsplit(address)
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def ask(place, path, method="GET", **headers):
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    connection.request(method, path, headers=headers)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_only_this_machine_with_the_word_reads_it_and_nothing_is_written(live, tmp_path):
+    _, place = live
+    before = sorted(tmp_path.rglob("*"))
+    assert place.hostname == "127.0.0.1" and len(place.path) > 20
+    status, html = ask(place, place.path)
+    assert (
+        status == 200
+        and "connect-src 'self'" in unescape(html)
+        and "default-src 'none'" in unescape(html)
+    )
+    for path in (
+        "/",
+        "/version",
+        f"{place.path}../run.json",
+        place.path[:-2] + "x/",
+        place.path + "x",
+    ):
+        assert ask(place, path)[0] == 404, path
+    assert ask(place, place.path, Host="evil.example")[0] == 403
+    assert ask(place, place.path, Host=f"evil.example:{place.port}")[0] == 403
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert ask(place, place.path, method)[0] == 501
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_new_step_is_a_new_version_and_a_page_with_it(live):
+    folder, place = live
+    first = ask(place, place.path + "version")
+    assert ask(place, place.path + "version") == first
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 4, 1) | {"grad_norm": 1.0, "reward_mean": 0.125})
+    second = ask(place, place.path + "version")
+    assert second[0] == 200 and second != first
+    assert '"x":[1,2,3,4]' in ask(place, place.path)[1]
+
+
+def test_a_folder_without_runs_says_so(tmp_path):
+    with pytest.raises(UserError, match="view: no run below"):
+        server_of([tmp_path])
+    assert LivePage([tmp_path]).version == ""
+
+
+def test_the_page_takes_over_what_is_new(chromium, live):
+    folder, place = live
+    page = chromium.new_context().new_page()
+    said: list[str] = []
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on(
+        "console", lambda message: said.append(message.text) if message.type == "error" else None
+    )
+    page.goto(place.geturl())
+    page.locator(".live", has_text="live").wait_for()
+    page.wait_for_selector("html[data-curves=drawn]")
+    with TraceWriter(folder) as writer:
+        writer.append("steps", rows("steps", 4, 1) | {"grad_norm": 1.0, "reward_mean": 0.125})
+    page.locator(".live", has_text="refreshed").wait_for(timeout=20_000)
+    assert page.evaluate("Curves.groups[0].charts[0].x") == [1, 2, 3, 4]
+    assert page.evaluate("Curves.plots[0].u.data[0]") == [1, 2, 3, 4]
+    assert not said
+    page.context.close()
