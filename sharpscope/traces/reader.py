@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -28,6 +28,9 @@ from sharpscope.traces.info import parse_run_info
 from sharpscope.traces.parts import DamagedPartError, TraceWriter, is_pack, packed_runs, read_part
 from sharpscope.traces.schema import TABLES, arrow_schema
 from sharpscope.untrusted import read_text
+
+if TYPE_CHECKING:  # a higher layer
+    from sharpscope.analysis.plots import PlotsOf
 
 _DEPTH = 4
 LARGEST_CONFIG = 4_000_000
@@ -214,7 +217,7 @@ class Run(_Tables):
         return [Reduction(**row) for row in made] or None
 
     @property
-    def plot(self) -> Any:
+    def plot(self) -> PlotsOf:
         """Figures of the run: `run.plot.gradient_norm()` returns axes and the frame that they show; Tab lists them."""
         return import_module(_PLOTS).PlotsOf(Runs(self.path, {self.name: self}, {}))
 
@@ -309,7 +312,7 @@ class Runs(_Tables, Sequence[Run]):
         )
 
     @property
-    def plot(self) -> Any:
+    def plot(self) -> PlotsOf:
         """Figures of these runs; see `Run.plot`."""
         return import_module(_PLOTS).PlotsOf(self)
 

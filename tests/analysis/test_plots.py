@@ -153,9 +153,23 @@ def test_a_density_keeps_its_mass_and_slices_are_the_probes():
     shown = frame[frame["direction"] == "the gradient"]
     assert sorted(shown["loss"]) == sorted(recorded["value"]) and len(shown) == 22
     spectrum = plots.spectrum(first).frame
-    sums = spectrum[spectrum["kind"] == "node"].groupby("step")["weight"].sum()
-    assert len(sums) == 2
-    np.testing.assert_allclose(sums, 1.0, rtol=1e-3)
+    ends = set(spectrum.loc[spectrum["kind"] == "extreme", "eigenvalue"])
+    recorded = first.probes.query("quantity in ['largest', 'smallest'] and functional == 'nll'")
+    assert ends == set(recorded[recorded["probe_set"].str.contains("train")]["value"])
+    lines = spectrum[spectrum["kind"] == "density"].groupby("step")
+    masses = [np.trapezoid(rows["density"], rows["eigenvalue"]) for _, rows in lines]
+    assert masses == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+def test_a_plane_is_drawn_from_its_table_with_the_path(tmp_path):
+    at = np.linspace(-1, 1, 7)
+    grid = pd.DataFrame([(x, y, x**2 + 3 * y**2) for x in at for y in at])
+    grid = grid.set_axis(["first", "second", "loss"], axis=1).assign(kind="grid")
+    path = pd.DataFrame({"first": [0.9, 0.4, 0.0], "second": [0.5, 0.1, 0.0], "kind": "path"})
+    axes, frame = plots.plane(pd.concat([grid, path.assign(loss=0.0)], ignore_index=True))
+    line, here = axes[0].lines
+    assert list(line.get_xdata()) == [0.9, 0.4, 0.0] and list(here.get_xdata()) == [0]
+    assert len(frame) == 52 and len(axes) == 2
 
 
 def test_effects_against_removal_name_their_rank_correlation(tmp_path):

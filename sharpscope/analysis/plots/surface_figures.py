@@ -28,12 +28,18 @@ def probe_frame(runs: Runs, chosen: pd.Series) -> pd.DataFrame:
 def spectrum_frame(runs: Runs) -> pd.DataFrame:
     """A spectral density of the Hessian (`probes.preset` full)."""
     rows = probe_frame(runs, runs[0].probes["quantity"].eq("density"))
-    steps = rows["step"].unique()
     edges = probe_frame(runs, runs[0].probes["quantity"].isin(EXTREMES))
-    nodes = rows.assign(eigenvalue=rows["rho"], kind="node", weight=rows["value"])
-    ends = edges.assign(eigenvalue=edges["value"], kind="extreme", weight=np.nan)
-    whole = pd.concat([nodes, ends[ends["step"].isin(steps)]])
-    return whole[["functional", "step", "kind", "eigenvalue", "weight"]].reset_index(drop=True)
+    parts = [pd.DataFrame(columns=["functional", "step", "kind", "eigenvalue", "density"])]
+    for step, nodes in rows.groupby("step"):
+        values = nodes["rho"].to_numpy(float)
+        spread = 0.08 * float(np.ptp(values))
+        grid = np.linspace(values.min() - spread, values.max() + spread, 600)
+        density = smooth_density(values, nodes["value"].to_numpy(float), grid)
+        made = pd.DataFrame({"eigenvalue": grid, "density": density}).assign(kind="density")
+        ends = edges.loc[edges["step"] == step, "value"].to_numpy(float)
+        both = pd.concat([made, pd.DataFrame({"eigenvalue": ends}).assign(kind="extreme")])
+        parts.append(both.assign(step=step, functional=nodes["functional"].iloc[0]))
+    return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
 
 
 def smooth_density(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> np.ndarray:
@@ -43,27 +49,28 @@ def smooth_density(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> 
     return np.asarray(np.exp(-0.5 * away**2) @ weights / (width * np.sqrt(2 * np.pi)))
 
 
-@plot(spectrum_frame, "functional", "step", "kind", "eigenvalue", "weight")
+@plot(spectrum_frame, "eigenvalue", "density")
 def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
     """Spectral density of the Hessian at each step measured; ticks mark the largest and the smallest eigenvalue.
 
-    The density is of stochastic Lanczos quadrature, each node a Gaussian of 1.2 % of the range.
+    From a run: of stochastic Lanczos quadrature, each node a Gaussian of 1.2 % of the range. A frame may have `step`, `low` and
+    `high` (a band), and rows of kind `extreme`.
     """
     (axis,) = figure.panels(1, 2.3)
-    palette = color_of(frame["step"])
-    values = frame["eigenvalue"].astype(float)
-    spread = values.max() - values.min()
-    grid = np.linspace(values.min() - 0.08 * spread, values.max() + 0.08 * spread, 600)
-    for step, rows in frame.groupby("step"):
-        color, nodes = palette[str(step)], rows[rows["kind"] == "node"]
-        columns = nodes["eigenvalue"].to_numpy(float), nodes["weight"].to_numpy(float)
-        density = smooth_density(*columns, grid)
-        axis.plot(grid, density, color=color, label=f"step {step}")
+    whole = frame if "step" in frame else frame.assign(step="measured")
+    whole = whole if "kind" in whole else whole.assign(kind="density")
+    palette = color_of(whole["step"])
+    for step, rows in whole.groupby("step"):
+        color, line = palette[str(step)], rows[rows["kind"] == "density"]
+        axis.plot(line["eigenvalue"], line["density"], color=color, label=f"step {step}")
+        if "low" in line:
+            band = line["eigenvalue"], line["low"], line["high"]
+            axis.fill_between(*band, color=color, alpha=0.2, linewidth=0)
         for value in rows.loc[rows["kind"] == "extreme", "eigenvalue"]:
             axis.plot([value, value], [0, 0.08], color=color, transform=axis.get_xaxis_transform())
-    axis.set(yscale="log", ylim=(1e-7, None))
-    functional = plain(frame["functional"].iloc[0])
-    axis.set(xlabel=f"eigenvalue of the Hessian of {functional}", ylabel="spectral density")
+    axis.set(yscale="log", ylim=(1e-7 * float(frame["density"].max()), None))
+    named = plain(frame["functional"].iloc[0]) if "functional" in frame else "the loss"
+    axis.set(xlabel=f"eigenvalue of the Hessian of {named}", ylabel="spectral density")
     legend(figure, [axis])
 
 
@@ -84,44 +91,55 @@ def slice_frame(runs: Runs) -> pd.DataFrame:
     return rows[["functional", "step"]].assign(**made).reset_index(drop=True)
 
 
-@plot(slice_frame, "functional", "step", "direction", "distance", "loss")
+@plot(slice_frame, "direction", "distance", "loss")
 def slices(figure: Picture, frame: pd.DataFrame) -> None:
-    """Slices of the loss along the step, the gradient, the top eigenvector and random directions, at each step measured."""
+    """Slices of the loss along the step, the gradient, the top eigenvector and random directions, at each step measured.
+
+    A frame may have `step`, `std_error` (a band of ± 1.96) and `trained` (where training has been, a thick line).
+    """
     directions = list(dict.fromkeys(frame["direction"]))
     axes = figure.panels(len(directions), 1.9, across=4, sharey=True)
-    palette = color_of(frame["step"])
+    whole = frame if "step" in frame else frame.assign(step="measured")
+    palette = color_of(whole["step"])
     for axis, direction in zip(axes, directions, strict=True):
-        for step, rows in frame[frame["direction"] == direction].groupby("step"):
-            line = rows.sort_values("distance")
-            points, color = (line["distance"], line["loss"]), palette[str(step)]
-            axis.plot(*points, color=color, marker=".", label=f"step {step}")
+        for step, rows in whole[whole["direction"] == direction].groupby("step"):
+            line, color = rows.sort_values("distance"), palette[str(step)]
+            axis.plot(line["distance"], line["loss"], color=color, marker=".", label=f"step {step}")
+            if "std_error" in line:
+                ends = (line["loss"] + sign * 1.96 * line["std_error"] for sign in (-1, 1))
+                axis.fill_between(line["distance"], *ends, color=color, alpha=0.2, linewidth=0)
+            if "trained" in line:
+                been = line[line["trained"].astype(bool)]
+                axis.plot(been["distance"], been["loss"], color=color, linewidth=3)
         axis.axvline(0, color=GRAY, linewidth=0.7, linestyle=":")
         axis.set_title(plain(direction), loc="left")
         axis.xaxis.set_major_locator(MaxNLocator(3))
         axis.set_xlabel("distance [L2 norm]")
-    axes[0].set_ylabel(f"loss ({plain(frame['functional'].iloc[0])})")
+    named = plain(frame["functional"].iloc[0]) if "functional" in frame else "nats"
+    axes[0].set_ylabel(f"loss ({named})")
     legend(figure, axes)
 
 
-def plane_frame(runs: Runs) -> pd.DataFrame:
-    """A plane of the loss: rows of `probes` whose quantity is `plane`, at two distances."""
-    rows = probe_frame(runs, runs[0].probes["quantity"].str.startswith("plane_"))
-    second = rows["quantity"].str.extract(r"^plane_(-?[\d.e-]+)$")[0].astype(float)
-    made = {"x": rows["rho"], "y": second, "loss": rows["value"]}
-    return rows[["step"]].assign(**made).dropna().reset_index(drop=True)
+def plane_frame(_: Runs) -> pd.DataFrame:
+    """A table of `sharpscope.surface.pictures.plane`, as a frame or a CSV file."""
+    return pd.DataFrame(columns=["first", "second", "loss"])
 
 
-@plot(plane_frame, "x", "y", "loss")
+@plot(plane_frame, "first", "second", "loss")
 def plane(figure: Picture, frame: pd.DataFrame) -> None:
-    """The loss on the plane of two directions through the weights, with lines of equal loss; a dot marks the weights."""
+    """The loss on the plane of two directions through the weights, with lines of equal loss and the path of training.
+
+    Rows of kind `path` are the weights of earlier steps, projected; the last of them, at (0, 0), are the weights themselves.
+    """
     (axis,) = figure.panels(1, 2.8)
-    table = frame.pivot_table(index="y", columns="x", values="loss")
+    kind = frame["kind"] if "kind" in frame else pd.Series("grid", frame.index)
+    table = frame[kind == "grid"].pivot(index="second", columns="first", values="loss")
     x, y, loss = table.columns.to_numpy(float), table.index.to_numpy(float), table.to_numpy()
     filled = axis.contourf(x, y, loss, levels=16, cmap="cividis")
     axis.contour(x, y, loss, levels=16, colors="white", linewidths=0.3, alpha=0.6)
+    path = frame[kind == "path"]
+    axis.plot(path["first"], path["second"], color="white", marker=".", linewidth=1)
     axis.plot(0, 0, "o", color="white", markeredgecolor="black", markersize=5)
     figure.colorbar(filled, ax=axis, label="loss", pad=0.02)
-    names = [str(frame[n].iloc[0]) if n in frame else n for n in ("x_name", "y_name")]
-    labels = [f"distance along {plain(name)} [L2 norm]" for name in names]
-    axis.set(xlabel=labels[0], ylabel=labels[1])
+    axis.set(xlabel="distance along the first direction", ylabel="along the second [L2 norm]")
     axis.grid(visible=False)
