@@ -60,6 +60,8 @@ def policy_loss(
     weight, vespo = plan.weight, method.clip is not None and method.clip.kind == "vespo"
     if isinstance(method.clip, parts.GmpoClip):
         objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
+    elif isinstance(method.clip, parts.FiberClip):
+        objective, clipped = fiber_objective(method.clip, log_ratio, plan.advantage, mask)
     elif vespo:
         factor = vespo_factor(log_ratio.detach(), plan.advantage, mask, plan.correction)
         objective = factor * plan.advantage * logp
@@ -210,6 +212,30 @@ def gmpo_objective(
     return importance_ratio(
         parts.SequenceRatio(), bounded, mask
     ) * advantage, above.int() - below.int()
+
+
+def fiber_objective(
+    clip: parts.FiberClip, log_ratio: Tensor, advantage: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """FiberPO's exp(b_i + f_t)·A (n, T), and where the token's own gate is shut (−1, 1, else 0)."""
+    count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
+    x = torch.where(mask, log_ratio, 0.0)
+    up = x.clamp(min=0).sum(-1, keepdim=True) / count  # a⁺ (n, 1)
+    down = (-x).clamp(min=0).sum(-1, keepdim=True) / count  # a⁻
+    base = _rolled_back(up, clip.high, count) - _rolled_back(down, clip.low, count)
+    rising = x.detach() >= 0
+    residual = torch.where(rising, x - up, x + down)
+    other = torch.where(rising, down, -up)
+    gated = residual.clamp(-clip.token, clip.token) + other.clamp(-clip.token, clip.token)
+    far = residual.detach().abs() > clip.token
+    flags = torch.where(far & (advantage != 0), residual.detach().sign(), 0.0)
+    return (base + gated).exp() * advantage, flags.int()
+
+
+def _rolled_back(value: Tensor, budget: float, count: Tensor) -> Tensor:
+    """g(a, C) (n, 1): a up to C, back to 0 with slope −n, then 0."""
+    back = (count + 1) * budget - count * value
+    return torch.where(value <= budget, value, back.clamp(min=0.0))
 
 
 def vespo_factor(log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction: Tensor) -> Tensor:

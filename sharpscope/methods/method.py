@@ -178,6 +178,24 @@ class SmoothClip(Part):
     kind: Literal["sapo", "vespo"]
 
 
+class FiberClip(Part):
+    """Objective exp(b_i + f_t)·A, a gate for the completion and one for the token (FiberPO, arXiv 2603.08239).
+
+    With x_t = ln r_t, a⁺ = mean_t max(x_t, 0) and a⁻ = mean_t max(−x_t, 0) over the n tokens of the completion:
+    b_i = g(a⁺, high) − g(a⁻, low), g(a, C) = a up to C, (n + 1)·C − n·a up to (1 + 1/n)·C, 0 beyond; f_t = clip(x_t − l·a^l, ±token)
+    + clip(l·a^(−l), ±token) with the token's sign l = sign x_t. At ratio 1 it is r·A. No gradient flows through l.
+    """
+
+    kind: Literal["fiber"] = "fiber"
+    low: float = Field(
+        0.09, gt=0, description="Budget C⁻ of a⁻ [nats]; ours, below `high` as advised."
+    )
+    high: float = Field(0.11, gt=0, description="Budget C⁺ of a⁺ [nats]; ours.")
+    token: float = Field(
+        0.02, gt=0, description="Bound ε of a token's residual [nats]; ours, far below the budgets."
+    )
+
+
 class DelightGate(Part):
     """Objective sg[sigmoid(−A·ln π/eta)]·A·ln π: surprising tokens count where A > 0 (Delightful policy gradient, arXiv 2603.14608).
 
@@ -223,7 +241,7 @@ class MaskedCorrection(Band):
 Correction = Annotated[TruncatedCorrection | MaskedCorrection, Field(discriminator="kind")]
 
 Clip = Annotated[
-    PpoClip | CispoClip | DualClip | GmpoClip | DppoMask | SmoothClip | DelightGate,
+    PpoClip | CispoClip | DualClip | GmpoClip | DppoMask | SmoothClip | DelightGate | FiberClip,
     Field(discriminator="kind"),
 ]
 
@@ -490,11 +508,12 @@ class Method(Part):
                 "passes needs ratio.kind=token: a sequence ratio couples the tokens of both passes"
             )
         kind = "null" if clip is None else clip.kind
-        needed = {"gmpo": "sequence", "dppo": "token", "vespo": "token", "delight": "token"}.get(
-            kind, ratio.kind
-        )
+        fixed = dict.fromkeys(("dppo", "vespo", "delight", "fiber"), "token")
+        needed = {"gmpo": "sequence", **fixed}.get(kind, ratio.kind)
         if needed != ratio.kind:
             raise ValueError(f"clip.kind={kind} needs ratio.kind={needed}, not {ratio.kind}")
+        if self.passes is not None and kind == "fiber":
+            raise ValueError("passes needs another clip than fiber, which couples both passes")
         plain = clip is None or isinstance(clip, PpoClip | CispoClip)
         if self.weight_on == "ratio" and not plain:
             raise ValueError(

@@ -20,6 +20,7 @@ from sharpscope.methods.method import (
     Correction,
     CurvatureTokens,
     DualClip,
+    FiberClip,
     HighEntropyTokens,
     HolderRatio,
     Kl,
@@ -61,6 +62,8 @@ TOY = {
         name: {"clip": DualClip(low=0.2, high=0.24, bound=1.3)}
         for name in ("ar", "lopti", "ar-lopti")
     },
+    "mipu": {"clip": DualClip(bound=1.3)},
+    "fiberpo": {"clip": FiberClip(low=0.02, high=0.05, token=0.1)},
     "stapo": {"tokens": ToySpurious()},
     "lp-reg": {"penalty": LpRegPenalty(share=0.5)},
     "stare": {"weight": ToyStare(M=0.9, target=1.2)},
@@ -103,6 +106,8 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], Tensor]]] = {
     "luspo": [oracle.luspo],
     "vespo": [oracle.vespo],
     "ppo-ewma": [oracle.ppo_ewma],
+    "mipu": [lambda b: oracle.mipu(b, 1.3)],
+    "fiberpo": [lambda b: oracle.fiberpo(b, 0.02, 0.05, 0.1)],
     "papo": [lambda b: oracle.papo(b, 1.7)],
     "high-entropy": [oracle.high_entropy],
     "grpo-sam": [oracle.grpo],

@@ -258,6 +258,45 @@ def ppo_ewma(b: Batch) -> Tensor:
     return total(b, objective)
 
 
+def mipu(b: Batch, bound: float) -> Tensor:
+    adv = advantages(b)
+
+    def objective(i, t):
+        plain = ppo(ratio(b, i, t), adv[i])
+        if adv[i] < 0 and plain.item() < bound * adv[i]:
+            plain = number(bound * adv[i])
+        return min(math.exp(b.behavior[i][t] - b.sampler[i][t]), 2.0) * plain
+
+    return total(b, objective)
+
+
+def fiberpo(b: Batch, low: float, high: float, eps: float) -> Tensor:
+    """Definition 3.1 of arXiv 2604.03044: gates of both signs of a completion's drift, and log-clips of the residuals."""
+
+    def gate(x: Tensor, c: float, n: int) -> Tensor:
+        if x.item() <= c:
+            return x
+        return (n + 1) * c - n * x if x.item() < (1 + 1 / n) * c else number(0.0)
+
+    def logclip(x: Tensor) -> Tensor:
+        return clip(x.log(), -eps, eps).exp()
+
+    adv = advantages(b)
+
+    def objective(i, t):
+        row = b.row(i)
+        r = {k: ratio(b, i, k) for k in row}
+        zero = number(0.0)
+        up = sum((r[k].log() if r[k].item() > 1 else zero) for k in row) / len(row)
+        down = sum((-r[k].log() if r[k].item() < 1 else zero) for k in row) / len(row)
+        base = gate(up, high, len(row)).exp() / gate(down, low, len(row)).exp()
+        sign = 1 if r[t].item() >= 1 else -1
+        same, other = (up.exp(), down.exp()) if sign > 0 else (down.exp(), up.exp())
+        return base * logclip(same ** (-sign) * r[t]) / logclip(other ** (-sign)) * adv[i]
+
+    return total(b, objective)
+
+
 def lp_reg(b: Batch, share: float) -> Tensor:
     """The authors' loss: on the chosen tokens −r·A + k3(π, q) without a clip."""
     adv = advantages(b)
