@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharpscope.methods import Method, method_names, named_method, same_at_one_update
-from sharpscope.methods.loss import MethodState, clipped_norm, policy_loss, token_normalizer
+from sharpscope.methods.loss import (
+    MethodState,
+    clipped_norm,
+    fiber_objective,
+    policy_loss,
+    token_normalizer,
+)
 from sharpscope.methods.method import (
     BinTokens,
+    FiberClip,
     Kl,
 )
 from sharpscope.methods.plan import Plan, calibrate, prepare, token_bins, token_weights
@@ -236,6 +244,30 @@ def pad(case: Case, extra: int) -> Case:
     }
     step = type(case.step)(**(vars(case.step) | wide))
     return Case(case.reward, step, widen(case.now), widen(case.reference))
+
+
+def fiber_value(low: float, high: float, token: float, ratios: list[float]) -> list[float]:
+    """Gated ratios of one completion with advantage 1."""
+    x = torch.tensor([ratios], dtype=torch.float64).log()
+    mask = torch.ones(1, len(ratios), dtype=torch.bool)
+    clip = FiberClip(low=low, high=high, token=token)
+    return fiber_objective(clip, x, torch.ones_like(x), mask)[0].flatten().tolist()
+
+
+def test_fiberpo_is_the_ratio_until_a_gate_acts_and_pulls_back_beyond_a_budget():
+    ratios = [1.1, 0.95, 1.02, 0.9]
+    assert fiber_value(1.0, 1.0, 1.0, ratios) == pytest.approx(ratios, abs=1e-14)
+    # four tokens with the same drift of x: the residual is 0, the base g(x, C) with n = 4
+    for drift, wanted in ((0.08, 0.08), (0.1, 0.1), (0.11, 5 * 0.1 - 4 * 0.11), (0.125, 0.0)):
+        assert fiber_value(1.0, 0.1, 1.0, [math.exp(drift)] * 4) == pytest.approx(
+            [math.exp(wanted)] * 4
+        )
+        assert fiber_value(0.1, 1.0, 1.0, [math.exp(-drift)] * 4) == pytest.approx(
+            [math.exp(-wanted)] * 4
+        )
+    # one token 0.4 above a mean rise of 0.1 in four: its residual is bounded by 0.05
+    spike = fiber_value(1.0, 1.0, 0.05, [math.exp(0.4), 1.0, 1.0, 1.0])
+    assert spike == pytest.approx([math.exp(0.1 + 0.05), *[math.exp(0.1 - 0.05)] * 3])
 
 
 # -- one update per step -----------------------------------------------------------------------------------------------
