@@ -75,8 +75,17 @@ class RolloutSpec(SamplingSpec):
 
 
 class OptimizerSpec(Spec):
-    """AdamW (decoupled weight decay, beta1 0.9; arXiv 1711.05101) with warm-up, a schedule and global-norm clipping."""
+    """The optimizer with warm-up, a schedule and global-norm clipping."""
 
+    kind: Literal["adamw", "sgd", "muon", "pion"] = "adamw"
+    """adamw: decoupled weight decay, beta1 0.9 (arXiv 1711.05101). sgd: θ ← θ − lr·(g + decay·θ), which keeps the gradient's length.
+    muon: the averaged gradient of each matrix is orthogonalized, and its step has the size of AdamW's. pion: its large singular values
+    are kept and small ones removed (arXiv 2605.19282). Embeddings, the output layer and vectors have AdamW's step in both."""
+    momentum: float | None = Field(None, ge=0, lt=1)
+    """Of sgd (null: 0) and of muon's and pion's average (null: 0.95); adamw has beta1 0.9."""
+    filter_steps: int = Field(5, ge=0, le=5)
+    """Of pion's five iterations those that remove small singular values, after the ones that bring all towards 1; the authors
+    advise all five for RL. With 0 pion is muon."""
     lr: float = Field(1e-4, gt=0, le=1)
     """Peak learning rate [per update]; not given: 1e-4 for embedded policies, else 1e-6."""
     beta2: float = Field(0.999, ge=0, lt=1, description="Decay of the second-moment average.")
@@ -332,7 +341,7 @@ class RunConfig(Spec):
         default_factory=lambda: named_method("grpo"), description="The objective."
     )
     optimizer: OptimizerSpec = Field(
-        default_factory=OptimizerSpec, description="AdamW and its schedule."
+        default_factory=OptimizerSpec, description="The optimizer and its schedule."
     )
     update: UpdateSpec = Field(
         default_factory=UpdateSpec, description="Mini-batches, inner epochs, microbatches."

@@ -178,12 +178,12 @@ class ModelView:
 
     model: nn.Module
     parameters: list[nn.Parameter]
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
 
 
 def gathered_copy(
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     device: torch.device,
     *,
     keep: bool = True,
@@ -218,7 +218,7 @@ def gathered_copy(
     groups = [
         group | {"params": [copies[p] for p in group["params"]]} for group in optimizer.param_groups
     ]
-    copied_optimizer = torch.optim.AdamW(groups)
+    copied_optimizer = type(optimizer)(groups, lr=optimizer.defaults["lr"])  # type: ignore[call-arg]
     for tensor, state in optimizer.state.items() if moments else ():
         for name, value in state.items():
             entry = full_tensor(value)
@@ -229,7 +229,7 @@ def gathered_copy(
     return ModelView(plain, [p for p in plain.parameters() if p.requires_grad], copied_optimizer)
 
 
-def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Shard the optimizer state of `whole` into the optimizer of a sharded model."""
     from torch.distributed.tensor import distribute_tensor
 

@@ -89,7 +89,7 @@ def gradient_norms(parameters: Iterable[Tensor], groups: Mapping[int, str]) -> N
 
 
 @torch.no_grad()
-def update_norms(optimizer: torch.optim.AdamW, groups: Mapping[int, str]) -> Norms:
+def update_norms(optimizer: torch.optim.Optimizer, groups: Mapping[int, str]) -> Norms:
     """Norms of the update Δθ that `optimizer.step()` has just made, weight decay included.
 
     Computed from AdamW's state, one parameter at a time, so that no copy of the weights is needed:
@@ -99,7 +99,7 @@ def update_norms(optimizer: torch.optim.AdamW, groups: Mapping[int, str]) -> Nor
     return norms(_steps_taken(optimizer), groups)
 
 
-def _steps_taken(optimizer: torch.optim.AdamW) -> Iterator[tuple[Tensor, Tensor]]:
+def _steps_taken(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """(parameter, Δθ) of one parameter after the other."""
     for group in optimizer.param_groups:
         lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]

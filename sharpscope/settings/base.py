@@ -157,7 +157,11 @@ def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | N
     kind = value.get("kind")
     if isinstance(kind, str) and kind in kinds:
         return kinds[kind]
-    return members[0] if len(members) == 1 and len(kinds) < 2 else None
+    if len(members) != 1:
+        return None
+    field = members[0].model_fields.get("kind")
+    has_default = kind is None and field is not None and not field.is_required()
+    return members[0] if len(kinds) < 2 or has_default else None
 
 
 def annotations_of(model: type[BaseModel]) -> dict[str, Any]:

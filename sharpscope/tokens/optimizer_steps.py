@@ -6,14 +6,14 @@ after update n, m̂ = m/(1 − β₁ⁿ), v̂ = v/(1 − β₂ⁿ) and s = √v�
 
     Δ = −lr·m̂/s − lr·λ·θ,    ∂Δ/∂h = −lr·[(1 − β₁)/((1 − β₁ⁿ)·s) − m̂/s²·(1 − β₂)·h/((1 − β₂ⁿ)·√v̂)].
 
-Other elementwise optimizers of `torch.optim` are differentiated by autograd through their differentiable form, any further one is refused.
+Other elementwise optimizers of `torch.optim`, and the matrices of Muon and Pion, are differentiated by autograd, any further one is refused.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,14 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError, first_line
 from sharpscope.policy.directions import inner
+from sharpscope.tokens.muon import Muon, matrix_step
 
 Part = Tensor | None
 """A tensor like a parameter; None: the parameter has no gradient, and the optimizer leaves it alone."""
 Settings = dict[str, Any]
 """A parameter group of an optimizer, or its state for a parameter."""
-Rule = tuple[Tensor, Tensor | None]
-"""Δ of a parameter, and ∂Δ/∂h if it is asked for."""
+Rule = tuple[Tensor, Tensor | Callable[[Tensor], Tensor] | None]
+"""Δ of a parameter, and ∂Δ/∂h if it is asked for: elementwise, or as a function from a tensor to its product with the transposed matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class ComingStep:
         self._groups = {
             id(p): group for group in self.optimizer.param_groups for p in group["params"]
         }
-        if "differentiable" not in self.optimizer.defaults:
+        if "differentiable" not in self.optimizer.defaults and not isinstance(self.optimizer, Muon):
             raise UserError(
                 f"optimizer, {type(self.optimizer).__name__}: effects go through the elementwise optimizers of torch.optim, not this one"
             )
@@ -108,7 +109,7 @@ class ComingStep:
     def pull(self, vector: Sequence[Tensor]) -> list[Tensor]:
         """Jᵀq for a vector q like the parameters: ⟨Jᵀq, d⟩ is the first-order change of ⟨q, Δ⟩ if d is added to the gradient."""
         pulled = [
-            torch.zeros_like(part) if rule is None or rule[1] is None else part * rule[1]
+            torch.zeros_like(part) if rule is None or rule[1] is None else _times(part, rule[1])
             for part, rule in zip(vector, self._rules(slopes=True), strict=True)
         ]
         for clip, before in reversed(list(zip(self.clips, self.stages, strict=False))):
@@ -142,7 +143,10 @@ class ComingStep:
             group = self._groups.get(id(parameter))
             if group is None or h is None:
                 yield None
-            elif isinstance(self.optimizer, torch.optim.Adam):
+            elif isinstance(self.optimizer, Muon) and group["matrices"]:
+                state = self.optimizer.state.get(parameter, {})
+                yield muon(group, state, parameter, h, slopes=slopes)
+            elif isinstance(self.optimizer, torch.optim.Adam | Muon):
                 state = self.optimizer.state.get(parameter, {})
                 yield adam(group, state, parameter, h, slopes=slopes)
             elif isinstance(self.optimizer, torch.optim.SGD):
@@ -150,6 +154,11 @@ class ComingStep:
                 yield sgd(group, state, parameter, h, slopes=slopes)
             else:
                 yield by_autograd(self.optimizer, group, parameter, h, slopes=slopes)
+
+
+def _times(part: Tensor, slope: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
+    """The product of a part of q with ∂Δ/∂h transposed."""
+    return part * slope if isinstance(slope, Tensor) else slope(part)
 
 
 def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -214,6 +223,21 @@ def sgd(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: b
         rate = 1 + momentum * own if group["nesterov"] else own
         g = g + momentum * average if group["nesterov"] else average
     return g * -lr, torch.full_like(h, -lr * sign * rate) if slopes else None
+
+
+def muon(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: bool) -> Rule:
+    """Δ of a matrix by Muon or Pion and, with `slopes`, the product with ∂Δ/∂h transposed, by autograd through the iterations."""
+    if not slopes:
+        return matrix_step(group, state, theta, h), None
+    with torch.enable_grad():
+        given = h.detach().requires_grad_()
+        step = matrix_step(group, state, theta.detach(), given)
+
+    def back(part: Tensor) -> Tensor:
+        """Jᵀq of the matrix."""
+        return torch.autograd.grad(step, given, part.to(step), retain_graph=True)[0]
+
+    return step.detach(), back
 
 
 def by_autograd(
@@ -298,22 +322,24 @@ def coming_step(
     *,
     per_lr: bool = False,
 ) -> Iterator[Tensor | None]:
-    """Δθ that AdamW, Adam or SGD would make with these gradients, one parameter after the other; its state is not changed.
+    """Δθ that AdamW, Adam, SGD or Muon would make with these gradients, one parameter after the other; its state is not changed.
 
     Sharded parameters give sharded steps.
 
     Args:
-        optimizer: AdamW, Adam or SGD.
+        optimizer: AdamW, Adam, SGD or `Muon`.
         parameters: trainable parameters in the model's order.
         gradients: one for each parameter, unclipped; None: the parameter does not move, and None is yielded.
         clip_factor: κ, which clipping multiplies the gradients by, or one for each parameter.
         per_lr: give the step divided by the largest learning rate of the groups, also where that is 0.
     """
     optimizer = unwrapped(optimizer)
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD):
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.SGD | Muon):
         name = type(optimizer).__name__
-        raise UserError(f"optimizer, {name}: its step can be computed for AdamW, Adam and SGD")
-    rule = adam if isinstance(optimizer, torch.optim.Adam) else sgd
+        raise UserError(
+            f"optimizer, {name}: its step can be computed for AdamW, Adam, SGD and Muon"
+        )
+    rule = sgd if isinstance(optimizer, torch.optim.SGD) else adam
     factors = (
         [clip_factor] * len(parameters) if isinstance(clip_factor, int | float) else clip_factor
     )
@@ -328,7 +354,8 @@ def coming_step(
             rate = float(group["lr"]) / largest if largest > 0 else 1.0
             group = {**group, "lr": rate}
         h = gradient if factor == 1.0 else gradient * factor
-        yield rule(group, optimizer.state.get(parameter, {}), parameter, h, slopes=False)[0]
+        chosen = muon if group.get("matrices") else rule
+        yield chosen(group, optimizer.state.get(parameter, {}), parameter, h, slopes=False)[0]
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def save(
-    config: RunConfig, policy: Policy, optimizer: torch.optim.AdamW, progress: Progress
+    config: RunConfig, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress
 ) -> None:
     """Write a checkpoint with unsharded weights and optimizer state; remove those that are not kept. Every process calls it.
 
@@ -121,7 +121,7 @@ def save(
     distributed.rank_zero_call(lambda: _write(config, model, policy.tokenizer, optimizer, progress))
 
 
-def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.AdamW) -> Progress:
+def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
     """Restore the optimizer from `checkpoint`, which every process reads and from which the policy was loaded before."""
     if not is_sharded(policy.model):
         return load_checkpoint(checkpoint, policy.model, optimizer)
@@ -135,7 +135,7 @@ def _write(
     config: RunConfig,
     model: nn.Module,
     tokenizer: Any,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     progress: Progress,
 ) -> None:
     """Write a checkpoint of unsharded weights, complete or not at all; `AutoModelForCausalLM.from_pretrained` loads it too."""
@@ -190,7 +190,7 @@ def _write(
         shutil.rmtree(path)
 
 
-def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW) -> Progress:
+def load_checkpoint(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
     """Restore the optimizer's state; `model` was loaded from `folder` before."""
     try:
         state = read_json(folder / STATE, LARGEST_STATE, folder)

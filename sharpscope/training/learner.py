@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from sharpscope.recording.step import (
 )
 from sharpscope.seeds import generator
 from sharpscope.tokens import Clip
+from sharpscope.tokens.muon import Muon
 from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates, placed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Learner:
     """Makes the updates of a step. It holds settings; everything about a step is passed to `learn`."""
 
     scorer: Scorer  # of the policy in training
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     max_new_tokens: int
     mini_batches: int
     inner_epochs: int
@@ -309,6 +310,10 @@ class Learner:
         weight = output_head(self.scorer.model).weight
         trained = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
         group = trained.get(id(weight))
+        if not isinstance(self.optimizer, torch.optim.AdamW):
+            raise UserError(
+                "method.tokens.kind = curvature: is computed from AdamW's moments; set optimizer.kind=adamw"
+            )
         if group is None or self.scorer.sharded:
             why = "is sharded" if self.scorer.sharded else "is not trained"
             raise UserError(
@@ -383,7 +388,7 @@ def reference_policy(config: RunConfig, policy: Policy) -> nn.Module:
 def make_learner(
     config: RunConfig,
     policy: Policy,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     *,
     reference: nn.Module | None = None,
 ) -> Learner:
@@ -408,12 +413,17 @@ def make_learner(
     )
 
 
-def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters; weight decay acts on tensors of two or more dimensions only.
+def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters; weight decay acts on tensors of two or more dimensions only.
 
     Sharded parameters have groups of their own: AdamW's fused operations take one kind of tensor at a time.
+
+    Raises:
+        UserError: Muon's or Pion's parameters are sharded.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    if spec.kind in ("muon", "pion"):
+        return _muon(model, trainable, spec)
     groups = [
         {
             "params": [
@@ -425,7 +435,46 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.AdamW:
         for matrices in (True, False)
     ]
     used = [group for group in groups if group["params"]]
+    if spec.kind == "sgd":
+        return torch.optim.SGD(used, lr=spec.lr, momentum=spec.momentum or 0.0)
     return torch.optim.AdamW(used, lr=spec.lr, betas=(0.9, spec.beta2), eps=spec.eps)
+
+
+def _muon(
+    model: nn.Module, trainable: Sequence[nn.Parameter], spec: OptimizerSpec
+) -> torch.optim.Optimizer:
+    """Muon or Pion: matrices but embeddings and the output layer by the polynomial, the rest by AdamW."""
+    if any(is_shard(p) for p in trainable):
+        raise UserError(
+            f"optimizer.kind = {spec.kind}: its step of a matrix needs the whole matrix, which is sharded; choose adamw or sgd"
+        )
+    tables = {
+        id(p)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
+    tables.add(id(output_head(model).weight))
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in trainable:
+        is_matrix = p.ndim >= 2
+        kinds.setdefault((p.ndim == 2 and id(p) not in tables, is_matrix), []).append(p)
+    groups = [
+        {
+            "params": chosen,
+            "matrices": by_polynomial,
+            "weight_decay": spec.weight_decay if decays else 0.0,
+        }
+        for (by_polynomial, decays), chosen in kinds.items()
+    ]
+    return Muon(
+        groups,
+        spec.lr,
+        betas=(0.9, spec.beta2),
+        eps=spec.eps,
+        momentum=0.95 if spec.momentum is None else spec.momentum,
+        filter_steps=spec.filter_steps if spec.kind == "pion" else 0,
+    )
 
 
 def learning_rate(spec: OptimizerSpec, step: int, steps: int) -> float:

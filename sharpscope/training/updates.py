@@ -22,7 +22,7 @@ from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scored, shortest
 from sharpscope.policy.token_stats import flat_entropy
 from sharpscope.recording.capture import StepCapture
-from sharpscope.recording.norms import Norms, gradient_norms, total_norm, update_norms
+from sharpscope.recording.norms import Norms, gradient_norms, norms, total_norm, update_norms
 from sharpscope.recording.step import (
     UpdateResult,
     UpdateRotation,
@@ -180,8 +180,10 @@ class Updates:
                 else None
             )
             self.before_optimizer(partial(self._loss, gradient.rows, gradient.pass_index), plain)
+        adamw = isinstance(learner.optimizer, torch.optim.AdamW)
+        coming = None if adamw else self._coming_norms()
         learner.optimizer.step()
-        moved = update_norms(learner.optimizer, learner.groups)
+        moved = update_norms(learner.optimizer, learner.groups) if coming is None else coming
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
         end: dict[str, Any] = {
@@ -195,6 +197,14 @@ class Updates:
     def _stats(self) -> TokenStats:
         """(N, T) of the policy at the start of the step."""
         return self.capture.batches[0].tokens.stats
+
+    def _coming_norms(self) -> Norms:
+        """Norms of the step that an optimizer other than AdamW is about to make with the gradient in `.grad`."""
+        learner = self.learner
+        steps = coming_step(
+            learner.optimizer, learner.parameters, [p.grad for p in learner.parameters]
+        )
+        return norms(zip(learner.parameters, steps, strict=True), learner.groups)
 
     def _moving(self, rows: Tensor) -> Tensor:
         """(n,) bool on the CPU: whether the loss of `rows` (n,) has a gradient, or is 0 at all weights."""

@@ -122,6 +122,8 @@ class StopAfter(Display):
         {},
         {"method": "grpo-sg", "method__weight__preset": "calibrated", "method__kl__coef": 0.01},
         {"method": "aggc", "update__mini_batches": 2},
+        {"optimizer__kind": "pion", "optimizer__filter_steps": 2},
+        {"optimizer__kind": "sgd", "optimizer__momentum": 0.5, "optimizer__lr": 0.1},
     ],
 )
 def test_an_interrupted_run_goes_on_as_if_it_had_not_been(toy_config, changes):
