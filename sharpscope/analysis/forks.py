@@ -178,10 +178,11 @@ def fork_sections(
                 unit, factor = UNITS.get(name, ("", 1.0))
                 mean, low, high = (factor * part[column].get(name, math.nan) for column in columns)
                 interval = "" if math.isnan(low) else f" [{low:+.3g}, {high:+.3g}]"
-                row[NAMES[name] + f" [{unit}]" * bool(unit)] = (
+                row[f"{NAMES[name]} [{unit}]" if unit else NAMES[name]] = (
                     "–" if math.isnan(mean) else f"{mean:+.3g}{interval}"
                 )
-            main = part.loc["heldout_failure"] if "heldout_failure" in part.index else part.iloc[0]
+            shown = "heldout_failure" if "heldout_failure" in part.index else outcomes[0]
+            main = part.loc[shown]  # the outcome of the p-value
             row[f"p ({NAMES.get(str(main.name), main.name)})"] = (
                 "–" if is_reference else number(main["p"])
             )

@@ -126,11 +126,13 @@ def fork(
 def _methods(run: Path | None, **given: Any) -> None:
     """Make the updates of several methods; print the differences in the first outcome, a table for each state and comparison."""
     from sharpscope.analysis.forks import fork_differences, fork_sections
-    from sharpscope.forks import fork as run_fork
+    from sharpscope.forks.experiment import measure_fork
 
-    forked = run_fork(run, **given)
-    rows = forked.forks
-    differences = fork_differences(rows[rows["fork"] == rows["fork"].iloc[-1]])
+    names = ("model", "task", "checkpoint", "overrides", "out", "on_progress")
+    said = {name: given.pop(name, None) for name in names}
+    said |= {name: said[name] or () for name in ("checkpoint", "overrides")}
+    forked, name = measure_fork(run, **said, settings=given)
+    differences = fork_differences(forked.forks[forked.forks["fork"] == name])
     print_sections(fork_sections(differences, most=1))
     say(f"Written: {forked.path}/traces/forks\nview:    sharpscope analyze {forked.path}")
 

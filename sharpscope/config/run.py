@@ -504,6 +504,12 @@ def config_data(
     return merge_all([*layers, *map(parse_override, overrides)])
 
 
+def embedded_name(model: str) -> str:
+    """Name of an embedded policy, which is also that of its task; empty for another model."""
+    name = model.removeprefix(EMBEDDED_PREFIX)
+    return name if name != model and name in EMBEDDED_NAMES else ""
+
+
 def make_config(data: Mapping[str, Any]) -> RunConfig:
     """Validate nested values as a configuration."""
     if data.get("method") is not None:
@@ -511,13 +517,15 @@ def make_config(data: Mapping[str, Any]) -> RunConfig:
     task, policy = (
         value if isinstance(value, Mapping) else {} for value in map(data.get, ("task", "policy"))
     )
-    model = (
-        f"{EMBEDDED_PREFIX}{task['kind']}"
-        if task.get("kind") in EMBEDDED_NAMES
-        else PolicySpec().model
-    )
-    model = policy.get("model", model)
-    defaults = {"task": {"kind": "knights_knaves"}, "policy": {"model": model}}
+    kind = "knights_knaves"
+    if "model" in policy:  # an embedded policy has been taught a task, which is then the default
+        model = policy["model"]
+        kind = embedded_name(str(model)) or kind
+    else:
+        model = PolicySpec().model
+        if task.get("kind") in EMBEDDED_NAMES:
+            model = f"{EMBEDDED_PREFIX}{task['kind']}"
+    defaults = {"task": {"kind": kind}, "policy": {"model": model}}
     config: RunConfig = validate(
         RunConfig, merge(defaults | {"optimizer": {"lr": default_lr(str(model))}}, data)
     )

@@ -71,7 +71,7 @@ def fork(
     *,
     model: str | None = None,
     task: str | None = None,
-    checkpoint: Sequence[str | int] = (),
+    checkpoint: Sequence[str | int] | str | int = (),
     methods: Sequence[str] | None = None,
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
@@ -112,8 +112,24 @@ def fork(
         >>> run.forks["arm"].unique().tolist()
         ['grpo', 'grpo-sg']
     """
+    asked = {"methods": methods} if methods is not None else {}
+    return measure_fork(
+        run, model, task, checkpoint, overrides, out, on_progress, {**settings, **asked}
+    )[0]
+
+
+def measure_fork(
+    run: Path | str | None,
+    model: str | None,
+    task: str | None,
+    checkpoint: Sequence[str | int] | str | int,
+    overrides: Sequence[str],
+    out: Path | str | None,
+    on_progress: Tell | None,
+    settings: Mapping[str, Any],
+) -> tuple[Run, str]:
+    """As `fork`; returns the run and the name of the fork in its table."""
     tell = on_progress or (lambda text: None)
-    settings |= {} if methods is None else {"methods": methods}
     spec: ForkSpec = validate(ForkSpec, settings)
     if (run is None) == (model is None):
         raise UserError("fork: give a run's folder, or --model with --task")
@@ -145,7 +161,7 @@ def fork(
                     continue
                 _write_state(first or measure(state), folder, name, missing, writer, tell)
                 first = None
-    return load_run(folder)
+    return load_run(folder), name
 
 
 def _write_state(

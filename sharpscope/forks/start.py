@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from sharpscope import distributed
 from sharpscope.config import RunConfig, build_config, read_recorded
-from sharpscope.config.run import EMBEDDED_PREFIX
 from sharpscope.errors import UserError
 from sharpscope.methods import Method, parse_methods
 from sharpscope.methods.loss import MethodState
 from sharpscope.methods.token_weights import UniformWeight
-from sharpscope.policy import Rollouts, TokenStats, embedded_policy
+from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.recording.health import StepHealth
 from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult
 from sharpscope.seeds import derive
@@ -60,8 +59,6 @@ def resolve(
             f"{command}: runs in one process; start it without accelerate launch or torchrun"
         )
     if run is None:
-        if task is None and model is not None and model.startswith(EMBEDDED_PREFIX):
-            task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
         values: dict[str, Any] = {"policy.model": model, "seed": seed}
         values["task"] = None if task is None else dict(task_choice(task))
         return build_config(
@@ -84,8 +81,11 @@ def resolve(
     return read_recorded(folder, overrides=overrides)
 
 
-def saved_states(run: Path | str | None, wanted: Sequence[str | int]) -> list[Path | None]:
+def saved_states(
+    run: Path | str | None, wanted: Sequence[str | int] | str | int
+) -> list[Path | None]:
     """The checkpoints that `wanted` names by step or name (none: the last one); None is the initial policy, or a model."""
+    wanted = [wanted] if isinstance(wanted, str | int) else wanted
     saved: dict[int, Path | None] = {0: None}
     if run is not None:
         saved |= {step_of(folder): folder for folder in checkpoints(Path(run))}

@@ -94,6 +94,11 @@ class TrainerRecorder(Recorder):
         trainer.add_callback(self.callback)
         trainer._sharpscope = self
 
+    def identity(self) -> dict[str, Any]:
+        """A resumed training has the same output_dir, in which its checkpoints are."""
+        folder = Path(str(self.trainer.args.output_dir)).resolve()
+        return {**super().identity(), "output_dir": str(folder)}
+
     def detach(self) -> None:
         """Restore the trainer and keep what was recorded. During training, the run ends as interrupted."""
         self.stop("interrupted", "the recorder was detached")

@@ -40,12 +40,15 @@ class Spec(BaseModel):
     def _no_truth_for_a_number(cls, data: Any) -> Any:
         """Pydantic would take true as the number 1."""
         for name, value in data.items() if isinstance(data, Mapping) else ():
-            types_ = (
-                set(plain_types(cls.model_fields[name].annotation))
-                if name in cls.model_fields
-                else set()
-            )
-            if isinstance(value, bool) and types_ & {int, float} and not types_ & {bool, Any}:
+            if name not in cls.model_fields:
+                continue
+            types_ = set(plain_types(cls.model_fields[name].annotation))
+            inside = _numbers_inside(cls.model_fields[name].annotation)
+            members = list(value) if isinstance(value, list | tuple) else []
+            if isinstance(value, Mapping):
+                members = list(value.values())
+            wrong = isinstance(value, bool) and types_ & {int, float} and not types_ & {bool, Any}
+            if wrong or (inside and any(isinstance(member, bool) for member in members)):
                 raise ValueError(f"{name} = {value}: must be a number, not true or false")
         return data
 
@@ -58,6 +61,17 @@ class Spec(BaseModel):
         return self
 
 
+def _numbers_inside(annotation: Any) -> bool:
+    """Whether a container's members are numbers, so that true is none of them."""
+    for kind in (annotation, *typing.get_args(annotation)):
+        parts = typing.get_args(kind) if typing.get_origin(kind) in CONTAINERS else ()
+        members = {each for part in parts if part is not ... for each in plain_types(part)}
+        if members & {int, float} and not members & {bool, Any}:
+            return True
+    return False
+
+
+CONTAINERS = (list, tuple, dict, Sequence, Mapping)
 CONSTANTS: dict[str, Any] = {
     "L": 0.0,
     "U": 1.0,

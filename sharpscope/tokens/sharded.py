@@ -184,11 +184,14 @@ class ShardedProbes:
             abs(found - expected) / scale if scale else 0.0,
             TOLERANCE.get(self._dtype, 5e-2),
         )
-        self.checked[name] = max(distributed.gather(error))
-        if not self.checked[name] <= limit:
+        errors = distributed.gather(error)
+        # `max` would lose a NaN that is not the first
+        worst = math.nan if any(map(math.isnan, errors)) else max(errors)
+        if not worst <= limit:
             what = "score norms" if name == "local" else "shares"
-            text = f"{what} of the sharded model differ from its own gradient's by {self.checked[name]:.1e} (allowed {limit:.0e})"
-            raise CheckError(text, name, self.checked[name], limit)
+            text = f"{what} of the sharded model differ from its own gradient's by {worst:.1e} (allowed {limit:.0e})"
+            raise CheckError(text, name, worst, limit)
+        self.checked[name] = worst
 
 
 def _first(rows: Rows) -> Rows | None:

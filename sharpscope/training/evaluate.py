@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sharpscope.config.run import EMBEDDED_PREFIX, EvaluationSpec
+from sharpscope.config.run import EvaluationSpec
 from sharpscope.errors import UserError
-from sharpscope.policy import Policy, SamplingSpec, draw_scored, embedded_policy, load_policy
+from sharpscope.policy import Policy, SamplingSpec, draw_scored, load_policy
 from sharpscope.recording import run_folder
 from sharpscope.recording.rows import evaluation_row, prompt_pass_at_k, standard_error
 from sharpscope.seeds import derive
@@ -69,7 +69,10 @@ def evaluate(
                 step, task.name, split, level, correct, totals, temperature, truncated
             )
             for each in pass_at:
-                values = prompt_pass_at_k(correct, min(each, k))
+                if each > k:  # one greedy completion says nothing about several
+                    row |= {f"pass_at_{each}": None, f"pass_at_{each}_std_error": None}
+                    continue
+                values = prompt_pass_at_k(correct, each)
                 row |= {
                     f"pass_at_{each}": float(values.mean()),
                     f"pass_at_{each}_std_error": standard_error(values),
@@ -132,8 +135,6 @@ def evaluate_model(
         recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
     given = {"prompts": prompts, "samples": samples, "temperatures": list(temperatures)}
     values: dict[str, Any] = {"policy.model": model, "evaluation": given}
-    if task is None and not recorded and model.startswith(EMBEDDED_PREFIX):
-        task = embedded_policy(model.removeprefix(EMBEDDED_PREFIX)).name
     if task is not None:
         values["task"] = dict(task_choice(task))
     config = (
