@@ -1,0 +1,189 @@
+"""The first value that is not finite: what gave it, at which row, position and layer.
+
+Looked for before the optimizer's step, so that it is written down before the training goes on or dies: in the weights, in what
+the loop gave, in a second forward pass with hooks, and in the coefficients of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sharpscope.policy.guard import guarded
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The first value of a micro-batch's tensor that is not finite, and how many there are."""
+
+    micro: int  # index of the micro-batch in its update, from 0
+    name: str
+    row: int
+    position: int  # column of the tensor; −1 if it has one value a row
+    value: float
+    masked: bool  # whether the mask leaves the position out of the loss
+    count: int
+
+    @property
+    def text(self) -> str:
+        """The place in words."""
+        column = f", position {self.position}" if self.position >= 0 else ""
+        return f"micro-batch {self.micro}, row {self.row}{column}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Token ids (n, L) of a micro-batch and the mask (n, L) of what is no padding."""
+
+    micro: int
+    input_ids: Tensor
+    attention_mask: Tensor
+
+
+def first_not_finite(
+    values: Mapping[str, Tensor], mask: Tensor | None = None, micro: int = 0
+) -> list[Place]:
+    """The first value that is not finite of each tensor, (n,) or (n, W); places in the loss come before masked ones.
+
+    Args:
+        values: by name.
+        mask: (n, L) of the tokens in the loss; its last W columns belong to a tensor.
+        micro: index of the micro-batch.
+    """
+    places = []
+    for name, value in values.items():
+        bad = ~torch.isfinite(value.detach().float())
+        if not bool(bad.any()):
+            continue
+        wide = bad if bad.dim() > 1 else bad[:, None]
+        inside = torch.ones_like(wide)
+        if mask is not None and bad.dim() > 1:
+            inside = mask[:, -wide.shape[1] :].bool().to(wide.device)
+        counted = wide & inside
+        masked = not bool(counted.any())
+        row, position = (int(x) for x in torch.nonzero(wide if masked else counted)[0])
+        found = value[row] if value.dim() == 1 else value[row, position]
+        places.append(
+            Place(
+                micro=micro,
+                name=name,
+                row=row,
+                position=position if value.dim() > 1 else -1,
+                value=float(found),
+                masked=masked,
+                count=int(wide.sum()),
+            )
+        )
+    return places
+
+
+def broken_weights(model: nn.Module) -> str:
+    """Which parameters are not finite, in words; empty if all are."""
+    counts = {
+        name: count
+        for name, parameter in model.named_parameters()
+        if (count := int((~torch.isfinite(parameter.detach())).sum()))
+    }
+    if not counts:
+        return ""
+    name = next(iter(counts))
+    dtype = str(dict(model.named_parameters())[name].dtype).removeprefix("torch.")
+    return f"{sum(counts.values()):,} weights ({dtype}) are not finite, first in {name}"
+
+
+@contextmanager
+def watched(model: nn.Module, present: Tensor, found: list[str]) -> Iterator[None]:
+    """Context in which `found` gets the first module that gives a value that is not finite from finite input.
+
+    Positions of padding count only where `present` (n, L) has no other.
+    """
+
+    def hook(name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        given = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
+        made = output if isinstance(output, Tensor) else None
+        if found or made is None or not made.is_floating_point():
+            return
+        bad = ~torch.isfinite(made)
+        if bad.shape[:2] == present.shape:
+            flat = bad.flatten(2).any(-1) if bad.dim() > 2 else bad
+            bad = flat & present if bool((flat & present).any()) else flat
+        if not bool(bad.any()) or any(not bool(torch.isfinite(x).all()) for x in given):
+            return
+        at = [int(x) for x in torch.nonzero(bad)[0][:2]]
+        largest = max((float(x.abs().max()) for x in given), default=math.nan)
+        what = (
+            f"{name} ({type(module).__name__}) gives a value that is not finite from finite input"
+        )
+        if made.dtype == torch.float16:
+            what = f"float16 overflow in {what}, of size up to {largest:.3g} (the largest is 65504)"
+        place = f", row {at[0]}, position {at[1]}" if len(at) == 2 else ""
+        found.append(what + place)
+
+    leaves = [(name, m) for name, m in model.named_modules() if not list(m.children())]
+    handles = [
+        module.register_forward_hook(lambda m, i, o, name=name: hook(name, m, i, o))
+        for name, module in leaves
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_operation(model: nn.Module, batches: Sequence[MicroBatch]) -> str:
+    """The first module of a second pass over the micro-batches that gives a value that is not finite; empty if none does."""
+    for batch in batches:
+        found: list[str] = []
+        ids, present = batch.input_ids, batch.attention_mask
+        positions = (present.long().cumsum(1) - 1).clamp(min=0)
+        given = {"input_ids": ids, "attention_mask": present, "position_ids": positions}
+        with guarded(model), torch.no_grad(), watched(model, present.bool(), found):
+            model(**given, use_cache=False)
+        if found:
+            return f"micro-batch {batch.micro}: {found[0]}"
+    return ""
+
+
+def broken_gradient(model: nn.Module) -> str:
+    """The parameter nearest to the output whose gradient is not finite, in words; empty if all are."""
+    bad = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())
+    ]
+    return f"the backward pass, nearest to the output in {bad[-1]}" if bad else ""
+
+
+def autopsy(model: nn.Module, batches: Sequence[MicroBatch], places: Sequence[Place]) -> str:
+    """What gave the first value that is not finite, in one sentence.
+
+    Args:
+        model: at the weights of the update.
+        batches: the micro-batches of the update.
+        places: values of the loop and coefficients that are not finite, in the order in which they were seen.
+    """
+    if weights := broken_weights(model):
+        return f"{weights}: an earlier update made them so"
+    inside = [place for place in places if not place.masked and place.name != "coefficient"]
+    if inside:
+        first = inside[0]
+        return f"{first.name} is {first.value:g} at {first.text} ({first.count} values)"
+    if operation := first_operation(model, batches):
+        return operation
+    masked = [place for place in places if place.masked]
+    if masked:
+        first = masked[0]
+        what = f"{first.name} is {first.value:g} at {first.count} masked positions"
+        return f"{what} (first: {first.text}), and 0·inf is NaN"
+    if places:
+        first = places[0]
+        return (
+            f"∂L/∂ln π is {first.value:g} at {first.text} ({first.count} tokens): the loss itself"
+        )
+    return broken_gradient(model) or "the loss, after finite log-probabilities"
