@@ -154,7 +154,7 @@ def loop_other_reference(place: Place) -> None:
             super().prepare()
             with torch.no_grad():
                 for weight in self.reference.parameters():
-                    weight.add_(torch.randn_like(weight), alpha=0.02)
+                    weight.add_(torch.randn_like(weight), alpha=0.05)
 
     Other(place).run()
 
