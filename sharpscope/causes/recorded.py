@@ -22,10 +22,11 @@ SUPERVISED = ("sft", "dpo")
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The special tokens of a run's tokenizer: ID -> text, and the IDs of its end token."""
+    """The special tokens of a run's tokenizer: ID -> text, and the IDs of its end and padding tokens."""
 
     special: Mapping[int, str] = field(default_factory=dict)
     end: int | None = None
+    pad: int | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Words:
@@ -36,10 +37,14 @@ class Words:
         added = json.loads(file.read_text("utf-8")).get("added_tokens", [])
         special = {int(t["id"]): str(t["content"]) for t in added if t.get("special")}
         config = json.loads(settings.read_text("utf-8"))
-        name = config.get("eos_token")
-        text = name.get("content") if isinstance(name, dict) else name
         vocabulary = {content: index for index, content in special.items()}
-        return cls(special=special, end=vocabulary.get(str(text)))
+
+        def named(key: str) -> int | None:
+            """The ID of a token that the settings name."""
+            name = config.get(key)
+            return vocabulary.get(str(name.get("content") if isinstance(name, dict) else name))
+
+        return cls(special=special, end=named("eos_token"), pad=named("pad_token"))
 
 
 @dataclass(kw_only=True)
@@ -143,6 +148,15 @@ class Recorded:
 
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def as_dict(value: object) -> dict[str, Any]:
+    """A cell of a JSON column: text in a run that was read, a dict in one that goes on."""
+    if isinstance(value, str):
+        return dict(json.loads(value))
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
 TOKEN_COLUMNS = (
     *("step", "rollout", "position", "update", "token_id", "logp", "behavior_logp", "entropy"),
     *("collision", "advantage", "ratio", "loss_coef", "kl_coef", "ref_logp", "attribution"),

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.causes.identity import Measured, first_step, identity
-from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.recorded import Recorded, as_dict
 
 FEWEST_ROWS = 48
 """Completions below which rewards are not compared."""
@@ -30,8 +30,7 @@ def _scored(recorded: Recorded) -> pd.DataFrame:
 
 def _parts(rollouts: pd.DataFrame) -> pd.DataFrame:
     """The rewards' components, a column each, by the rows' index."""
-    texts = rollouts["reward_parts"]
-    rows = [json.loads(t) if isinstance(t, str) else dict(t or {}) for t in texts]
+    rows = [as_dict(cell) for cell in rollouts["reward_parts"]]
     return pd.DataFrame(rows, index=rollouts.index).astype(float)
 
 

@@ -247,9 +247,9 @@ def reference_stays(recorded: Recorded) -> Measured | None:
 
 @identity
 def special_tokens(recorded: Recorded) -> Measured | None:
-    """Share of a completion's tokens that are special tokens other than the tokenizer's end token, where all are cut."""
+    """Share of completions with special tokens other than the tokenizer's end and padding, where all completions are cut."""
     tokens, words = recorded.drawn, recorded.words
-    odd = [token for token in words.special if token != words.end]
+    odd = [token for token in words.special if token not in (words.end, words.pad)]
     if len(tokens) < FEWEST_TOKENS or not odd:
         return None
     inside = tokens[tokens["token_id"].isin(odd)]
@@ -260,6 +260,8 @@ def special_tokens(recorded: Recorded) -> Measured | None:
         "token": words.special[int(counts.index[0])] if len(counts) else "",
         "rows": inside[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
         "step": first_step(inside),
+        "share": len(inside) / len(tokens),
     }
-    share = len(inside) / len(tokens)
-    return Measured(value=share if cut > 0.9 else 0.0, facts=facts | {"share": share})
+    rows = len(inside[["step", "rollout"]].drop_duplicates())
+    share = rows / len(tokens[["step", "rollout"]].drop_duplicates())
+    return Measured(value=share if cut > 0.9 else 0.0, facts=facts)

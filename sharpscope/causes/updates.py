@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.causes.identity import Measured, first_step, identity
-from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.recorded import Recorded, as_dict
 
 FEWEST = 50
 """Tokens below which the signs of coefficients are not judged."""
@@ -109,7 +108,7 @@ def _share_sums(recorded: Recorded) -> pd.Series:
 
 def layers_of(updates: pd.DataFrame, column: str) -> pd.Series:
     """Layer -> its share of the squared norm over the updates."""
-    rows = [json.loads(text) for text in updates[column].dropna()]
+    rows = [as_dict(cell) for cell in updates[column].dropna()]
     squares = pd.DataFrame(rows).pow(2).mean()
     total = float(squares.sum())
     return (squares / total if total else squares).sort_values(ascending=False)

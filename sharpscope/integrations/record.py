@@ -27,9 +27,11 @@ from sharpscope.methods.named import parse_method
 from sharpscope.methods.token_weights import UniformWeight
 from sharpscope.policy import Rollouts
 from sharpscope.policy.guard import guarded
+from sharpscope.recording.autopsy import first_not_finite
 from sharpscope.recording.capture import prompt_texts, sequences_of
 from sharpscope.recording.core import Recorder
 from sharpscope.recording.guard import ended_by
+from sharpscope.recording.live import OnFinding
 from sharpscope.recording.measurements import ClippedUpdate
 from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.recorded_model import dropout_of
@@ -50,6 +52,7 @@ def record(
     steps: int = 0,
     updates_per_step: int = 1,
     temperature: float = 1.0,
+    on_finding: OnFinding | None = None,
 ) -> Any:
     """Record a trainer, or the updates of a model in a training loop of your own.
 
@@ -74,9 +77,12 @@ def record(
         critical_sharpness: whether to measure the critical sharpness of updates; or the interval [steps]. A loop gives `step` its
             loss as a function. By default it, norms and shares are measured at up to ten steps of the training, and at fewer where
             they would cost more than 12 % of its passes (docs/trainers/index.md).
-        steps: number of steps of the loop, if known: the last one is measured like the first.
+        steps: number of steps of the loop, if known: the last one is measured like the first. With a trainer: end the training
+            after so many steps and print which identities hold (docs/causes.md).
         updates_per_step: optimizer updates of the loop that use one batch of completions.
         temperature: at which the loop's log-probabilities are taken.
+        on_finding: what to do at the first step that shows a named cause, while the training goes on: "warn", "stop" (a trainer ends
+            after the step, a loop gets a `TrainingStoppedError` from `optimizer.step()`), or a function that takes the cause.
 
     Returns:
         The recorder: of a trainer, `recorder.detach()` restores the trainer; of a loop, a `LoopRecorder`.
@@ -89,6 +95,7 @@ def record(
         "recording": recording,
         "correct": judge,
         "critical": critical_sharpness,
+        "on_finding": on_finding,
     }
     if rotation is not None:
         if isinstance(rotation, str):
@@ -106,7 +113,7 @@ def record(
         wrong = f"{optimizer!r} is no optimizer; name the folder"
         raise UserError(f"record: {wrong}: record(trainer, out={str(optimizer)!r})")
     if not isinstance(model, nn.Module):
-        return _record_trainer(model, out, task, options)
+        return _record_trainer(model, out, task, options | {"verdict_after": steps})
     if optimizer is None or tokenizer is None:
         raise UserError(
             "record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)"
@@ -271,6 +278,10 @@ class LoopRecorder(Recorder):
             raise UserError(
                 "record: logp does not require a gradient; give what the loss is made of, before backward"
             )
+        numbers = {
+            name: x for name, x in given.items() if isinstance(x, Tensor) and name != "groups"
+        }
+        self.capture.not_finite += first_not_finite(numbers, mask, len(self.capture.pending))
         self.given |= frozenset(given)
         if "rewards" not in given and not self.rules:
             rules = ("dead_groups", "truncation", "reward_constant", "reward_collapse")

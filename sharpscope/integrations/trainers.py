@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from sharpscope import distributed
+from sharpscope.causes import verdict
 from sharpscope.errors import UserError
 from sharpscope.policy.guard import guarded
 from sharpscope.policy.loading import has_adapters
@@ -36,8 +38,10 @@ from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.recorded_model import dropout_of, original_forward
 from sharpscope.recording.schedule import StepCost
 from sharpscope.rules.table import OF_ROLLOUTS
+from sharpscope.traces import load_run
 
 IGNORED = -100
+LABELS_DIFFER = "labels differ from the input's own tokens"
 _LAUNCHES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
 #: Classes of TRL whose loss is a function of log-probabilities that the recorder knows.
@@ -63,7 +67,14 @@ class TrainerRecorder(Recorder):
     fields = "trl"
 
     def __init__(
-        self, trainer: Any, out: str | Path, label: str, notes: Sequence[str], **options: Any
+        self,
+        trainer: Any,
+        out: str | Path,
+        label: str,
+        notes: Sequence[str],
+        *,
+        verdict_after: int = 0,
+        **options: Any,
     ) -> None:
         self.trainer, args, name = trainer, trainer.args, type(trainer).__name__
         arguments = json.loads(json.dumps(args.to_dict(), default=str))
@@ -79,6 +90,7 @@ class TrainerRecorder(Recorder):
             compute=torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None,
             **options,
         )
+        self.verdict_after, self._why = verdict_after, "all steps done"
         # losses of the micro-batches of the update that is measured
         self._kept: list[Callable[[], Any]] = []
         self._instance = {
@@ -121,8 +133,21 @@ class TrainerRecorder(Recorder):
         except BaseException as error:
             self.end(partial(self.stop, *ended_by(error)))
             raise
-        self.end(partial(self.stop, "finished", "all steps done"))
+        self.end(partial(self.stop, "finished", self._why))
+        if self.verdict_after and distributed.is_rank_zero():
+            sys.stdout.write("\n".join(verdict(load_run(self.run_dir)).lines()) + "\n")
         return result
+
+    def halt(self, why: str) -> None:
+        """End the training after the present step."""
+        self._why = why
+        self.trainer.control.should_training_stop = True
+
+    def close_step(self) -> None:
+        """Write the step's rows; the last step before a verdict ends the training."""
+        super().close_step()
+        if self.verdict_after and self.step_number > self.verdict_after:
+            self.halt(f"steps={self.verdict_after} are done")
 
     def _train_begins(self) -> None:
         self.recording = True
@@ -203,6 +228,18 @@ class TrainerRecorder(Recorder):
                 )
             )
         self._kept = []
+
+
+def moved_by(labels: Tensor, ids: Tensor) -> int:
+    """By how many positions labels (n, L) are the input's tokens moved to the left (−: right); 0 if they are not."""
+    counted = labels != IGNORED
+    for shift in (1, -1, 2, -2):
+        inside = counted[:, max(0, -shift) : labels.shape[1] - max(0, shift)]
+        theirs = labels[:, max(0, -shift) : labels.shape[1] - max(0, shift)]
+        ours = ids[:, max(0, shift) : ids.shape[1] - max(0, -shift)]
+        if bool(inside.any()) and bool((theirs == ours)[inside].all()):
+            return shift
+    return 0
 
 
 def rows_of_update(args: Any) -> int:
@@ -381,8 +418,10 @@ class SupervisedRecorder(TrainerRecorder):
             else inputs["attention_mask"]
         )
         counted = inputs["completion_mask"].bool() if self.pairs else inputs["labels"] != IGNORED
-        other = not self.pairs and bool((inputs["labels"][counted] != ids[counted]).any())
-        refuse((other, "labels differ from the input's own tokens"))
+        if not self.pairs and bool((inputs["labels"][counted] != ids[counted]).any()):
+            shift = moved_by(inputs["labels"], ids)
+            text = f"labels are the input's tokens moved by {shift}" if shift else LABELS_DIFFER
+            raise UserError(f"record: {text}")
         sequences = sequences_of(ids, present, counted, self.policy.tokenizer, pairs=self.pairs)
         rollouts, n = sequences.rollouts, len(sequences.rollouts)
         parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]

@@ -18,6 +18,7 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.policy import Rollouts, TokenStats, completions_of, join_rollouts
+from sharpscope.recording.autopsy import Place, first_not_finite
 from sharpscope.recording.step import (
     PendingUpdate,
     RolloutBatch,
@@ -99,6 +100,8 @@ class StepCapture:
     pending: list[TokenUse] = field(default_factory=list)  # of the present update
     # update, use, (n, T): tokens used before
     again: list[tuple[int, TokenUse, Tensor]] = field(default_factory=list)
+    # values of the loss that are not finite, in the order in which they were seen
+    not_finite: list[Place] = field(default_factory=list)
 
     @classmethod
     def of_known(cls, batch: RolloutBatch, stats: TokenStats) -> StepCapture:
@@ -140,6 +143,8 @@ class StepCapture:
         values["kl_share"] = torch.full(shape, math.nan if "ref_logp" in known else 0.0)
         for name, value in known.items():
             values[name] = value.detach().cpu()[:, :width].expand(shape)
+        micro = len(self.pending)
+        self.not_finite += first_not_finite({name: values[name] for name in known}, mask, micro)
         tokens = UpdateTokens.zeros(shape, batch.tokens.loss_coef.dtype)
         written = {name: values.pop(name) for name in ("ratio", "log_ratio", "clipped", "kl")}
         tokens.write(torch.arange(len(rows)), mask, **written)
@@ -148,6 +153,7 @@ class StepCapture:
         def keep(gradient: Tensor) -> None:
             """Record the coefficients and what follows from them."""
             coef = gradient.detach()[:, :width].to("cpu", tokens.coef.dtype)
+            self.not_finite += first_not_finite({"coefficient": coef}, mask, micro)
             tokens.coef = torch.where(mask, coef, 0.0)
             if derived:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)

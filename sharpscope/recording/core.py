@@ -15,13 +15,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from sharpscope import distributed
+from sharpscope.causes.recorded import Words
 from sharpscope.config import RunConfig
 from sharpscope.errors import UserError
 from sharpscope.methods import Method, named_method
@@ -29,6 +31,7 @@ from sharpscope.policy import Rollouts, make_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.guard import guarded
 from sharpscope.policy.sharding import ModelView, is_sharded, unsharded
+from sharpscope.recording.autopsy import MicroBatch, autopsy, broken_weights
 from sharpscope.recording.capture import (
     Batch,
     StepCapture,
@@ -46,6 +49,13 @@ from sharpscope.recording.checks import (
 )
 from sharpscope.recording.guard import Guard, T, reason_of, warn_stopped
 from sharpscope.recording.health import Quantities, StepHealth
+from sharpscope.recording.live import (
+    LiveCheck,
+    OnFinding,
+    TrainingStoppedError,
+    WatchedTables,
+    check_on_finding,
+)
 from sharpscope.recording.norms import (
     clip_factor,
     gradient_norm,
@@ -78,6 +88,7 @@ from sharpscope.recording.writer import EVERYTHING, FinishedStep, StepWriter
 from sharpscope.rules.judging import Event
 from sharpscope.settings import validate
 from sharpscope.tasks import Example, Reward
+from sharpscope.traces.files import read_run_info
 
 _CONFIG: dict[str, Any] = {  # what readers use of a configuration
     **dict.fromkeys(("seed", "steps", "recording", "health"), True),
@@ -116,6 +127,7 @@ class Recorder(Guard):
         max_grad_norm: float | None = None,
         compute: torch.dtype | None = None,
         rotate: Method | None = None,
+        on_finding: OnFinding | None = None,
     ) -> None:
         if tokenizer is None:
             raise UserError(
@@ -142,6 +154,8 @@ class Recorder(Guard):
         self._serial = distributed.rank()
         self.capture, self.step_number, self.total = StepCapture(), 1, 0
         self._hooks = list[Any]()
+        check_on_finding(on_finding)
+        self.on_finding, self.live = on_finding, cast(LiveCheck | None, None)
         self.optimizer: Any = None
         self.run = RecordedRun(Path(out), self.identity())
         check_writable(self.run.out)
@@ -250,9 +264,49 @@ class Recorder(Guard):
         Recorder.unhook(self)
         self._hooks = [
             optimizer.register_step_pre_hook(lambda *_: self.together(self.before_update)),
-            optimizer.register_step_post_hook(lambda *_: self.together(self.after_update)),
+            optimizer.register_step_post_hook(lambda *_: self._updated()),
         ]
+        self._watch()
         self.recording = True
+
+    def _watch(self) -> None:
+        """Check identities while the training goes on, where `on_finding` asks for it."""
+        if self.on_finding is None or not distributed.is_rank_zero():
+            return
+        info, folder = read_run_info(self.run_dir), self.run_dir
+        words = Words.read(folder / "tokenizer")
+        self.live = LiveCheck(self.on_finding, info, words, str(folder))
+        self.writer.tables = cast(Any, WatchedTables(self.writer.tables, self.live))
+        self.writer.listeners.append(lambda number, _: self._check_live(number))
+
+    def _check_live(self, number: int) -> None:
+        """Check the identities after a step; a check that fails ends the checks, not the recording."""
+        if self.live is None:
+            return
+        try:
+            causes = self.live.step_done(number)
+        except Exception as error:
+            self.live = None
+            self.warn_once("live_check", "warning", f"checks have ended: {reason_of(error)}")
+            return
+        for cause in causes:
+            self.event("cause", "warning", cause.sentence)
+        self.live.speak(causes)
+
+    def _updated(self) -> None:
+        """The optimizer has made its step; where a finding ends the training, this does."""
+        self.together(self.after_update)
+        if self.live is not None and self.live.stopping and self.recording:
+            self.halt(next(iter(self.live.found.values())).sentence)
+
+    def halt(self, why: str) -> None:
+        """End the training because of a finding.
+
+        Raises:
+            TrainingStoppedError: always, in a loop; a trainer ends by itself.
+        """
+        self.end(partial(self.stop, "interrupted", f"stopped at a finding: {why}"))
+        raise TrainingStoppedError(why)
 
     def _run_info(self) -> dict[str, Any]:
         """Contents of run.json."""
@@ -399,7 +453,25 @@ class Recorder(Guard):
             text = "the loss or gradient of an update is not finite; lower the learning rate, or look at this step's tokens"
             value = step.norm if math.isfinite(step.loss) else step.loss
             self.warn_once("non_finite", "error", text, value)
+            self._autopsy(value)
         step.seconds["recording_s"] += time.perf_counter() - started
+
+    def _autopsy(self, value: float) -> None:
+        """Write down what gave the first value that is not finite, once, before the training goes on or dies."""
+        if "not_finite" in self._reported or is_sharded(self.model):
+            return
+        self._reported.add("not_finite")
+        step = self.capture
+        batches = []
+        for micro, use in enumerate(step.pending):
+            rows = use.rows.to(self.policy.device)
+            rollouts = step.batch(use.serial).rollout_batch.rollouts.rows(rows)
+            ids, present = rollouts.input_ids, rollouts.attention_mask
+            batches.append(MicroBatch(micro=micro, input_ids=ids, attention_mask=present))
+        with original_forward(self.model):
+            text = autopsy(self.model, batches, step.not_finite)
+        self.event("not_finite", "error", text, value)
+        self.flush()
 
     def _measure_rotation(
         self, batch: RolloutBatch, tokens: StepTokens, update: PendingUpdate
@@ -480,6 +552,10 @@ class Recorder(Guard):
                 layers=(step.layers, moved.layers),
             )
         )
+        half = self.model.dtype == torch.float16 and "not_finite" not in self._reported
+        if half and (text := broken_weights(self.model)):
+            self._reported.add("not_finite")
+            self.event("not_finite", "error", f"{text}: float16 overflow in the update")
         step.seconds["recording_s"] += time.perf_counter() - done
         if step.micro % self.period == 0:
             self.close_step()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -38,10 +38,6 @@ _COLUMNS: dict[str, tuple[str, ...]] = {
 
 class TrainingStoppedError(RuntimeError):
     """Raised from `optimizer.step()` of a loop where `on_finding="stop"` and a cause was found."""
-
-
-class _Tables(Protocol):
-    def append(self, table: str, columns: Any) -> None: ...
 
 
 class LiveCheck:
@@ -107,7 +103,7 @@ class LiveCheck:
 class WatchedTables:
     """A writer of tables whose rows a live check sees, too."""
 
-    def __init__(self, tables: _Tables, live: LiveCheck) -> None:
+    def __init__(self, tables: Any, live: LiveCheck) -> None:
         self.tables, self.live = tables, live
 
     def append(self, table: str, columns: Any) -> None:
@@ -123,7 +119,7 @@ def frame_of(columns: Mapping[str, Any]) -> pd.DataFrame:
     for name, column in columns.items():
         value = column.detach().cpu().numpy() if hasattr(column, "detach") else column
         if isinstance(value, np.ma.MaskedArray):
-            value = value.astype(float).filled(np.nan)
+            value = np.ma.filled(value.astype(float), np.nan)
         values[name] = value
     single = all(np.ndim(value) == 0 or isinstance(value, dict) for value in values.values())
     return pd.DataFrame([values] if single else values)

@@ -89,7 +89,7 @@ def healthy(seed: int = 0, sharp: float = 1.0) -> Recorded:
                 "trainable_parameters": PARAMETERS,
                 "trainer": {"name": "loop with AdamW"},
             },
-            words=Words(special={0: "<pad>", END: "<end>", 6: "<stop>"}, end=END),
+            words=Words(special={0: "<pad>", END: "<end>", 6: "<stop>"}, end=END, pad=0),
         )
     )
 
