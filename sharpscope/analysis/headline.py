@@ -1,4 +1,4 @@
-"""The headline, the same in the demo, `show` and the page: which tokens moved the model, how few carry the gradient, which layer grew."""
+"""The headline, the same in the demo, `show` and the page: which tokens a gradient is made of, how few carry it, which layer grew."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ WIDTH = 60
 
 @dataclass(frozen=True)
 class Moved:
-    """A token that a step pushed, with `count` equal ones merged (same text, direction, outcome and prompt).
+    """A token that a gradient pushes, with `count` equal ones merged (same text, direction, outcome and prompt).
 
     Attributes:
-        share: of the step's update, summed.
+        share: of the update's ‖∇L‖², summed.
         probability: π before the step.
         sentence: where it stands; its direction is that in which its own loss pushes it.
         correct: whether its completion was right; None if that is not known.
@@ -158,20 +158,31 @@ def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
         if spike is not None:
             first = step_sections(run, spike, top)[0]
             note = f"{concentration_text(run, spike.step)} {first.note}"
+            if said := momentum_text(run, spike.step):
+                note += f" {said}"
             if spike.prompts is not None:
                 text = told_apart([str(text) for text in spike.prompts["prompt"]], 90)[0]
                 note += f" Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, “{visible(text)}”"
-            title = f"Which tokens moved the model: {first.title}"
+            title = f"Which tokens the gradient is made of: {first.title}"
             result.append(replace(first, title=title, note=note.strip() if first.note else ""))
     if not result and runs:
         why = recorded_by(runs[0], "recording.token_gradients_every")
         why = why if runs[0].reduced is None else ": the run was reduced"
         result.append(
             Section(
-                "Which tokens moved the model", f"No token's share of the gradient was kept{why}."
+                "Which tokens the gradient is made of",
+                f"No token's share of the gradient was kept{why}.",
             )
         )
     return result
+
+
+def momentum_text(run: Run, step: int) -> str:
+    """How much of a step's movement its own batch made; empty if not recorded."""
+    own = run.updates[run.updates["step"] == step]["batch_share"].astype(float).mean()
+    if not math.isfinite(own):
+        return ""
+    return f"{percent(own)} of ‖Δθ‖² of this step come from its own batch, the rest from earlier ones through the momentum."
 
 
 def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
@@ -190,7 +201,7 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         records.append(
             asdict(one.sentence) | {k: v for k, v in vars(one).items() if k != "sentence"}
         )
-    tokens = pd.DataFrame(rows, columns=["", "token", "answer", "share of the update", "π"])
+    tokens = pd.DataFrame(rows, columns=["", "token", "answer", "share of ‖∇L‖²", "π"])
     tokens = tokens if tokens["answer"].any() else tokens.drop(columns="answer")
     note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
     of, first = (f" of {spike.sample}" if spike.sample else ""), spike.prompts.head(4)
@@ -213,7 +224,7 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         )
         for row in numbers
     ]
-    ranges = pd.DataFrame(cells, columns=["π", "share of the update", "share of the tokens"])
+    ranges = pd.DataFrame(cells, columns=["π", "share of ‖∇L‖²", "share of the tokens"])
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
     return [*result, Section("Ranges of probability", ranges, scaled, records=numbers)]  # type: ignore[arg-type]
 

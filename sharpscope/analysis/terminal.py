@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from sharpscope.analysis.effects import effect_sections
 from sharpscope.analysis.headline import layer_sections, sentences, step_sections
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
@@ -40,6 +41,7 @@ TOKEN_COLUMNS = (
     ),
     *("logit_grad_norm", "head_grad_norm", "score_norm", "score_norm_local"),
     *("attribution", "heldout_influence"),
+    *("effect_kl", "effect_entropy", "effect_heldout", "effect_sharpness"),
 )
 """Columns of the tokens table, and values computed from them (`token_values`), that `tokens --by` sorts by."""
 GOING_ON = "running"
@@ -105,21 +107,28 @@ def watch(
 
 
 def token_sections(
-    run: Run, step: int | None = None, by: str = SHARE, top: int = 20
+    run: Run, step: int | None = None, by: str | None = None, top: int = 20, on: str | None = None
 ) -> list[Section]:
     """The tokens of a step with the largest |`by`|, in their sentences.
 
     Args:
         run: whose tokens are read.
         step: of the run; None: the one with the largest gradient norm among those at which `by` is recorded.
-        by: one of TOKEN_COLUMNS; equal tokens are merged for `attribution`.
+        by: `effect`, or one of TOKEN_COLUMNS; equal tokens are merged for `attribution`. None: `effect` if `on` is given, else
+            `attribution`.
         top: rows.
+        on: outcome of `effect`: kl (None), entropy, heldout, sharpness.
 
     Raises:
         UserError: no such step, no such column, or nothing recorded in it at that step.
     """
+    by = by or (SHARE if on is None else "effect")
+    if by == "effect":
+        return effect_sections(run, step, on or "kl", top)
+    if on is not None:
+        raise UserError(f"--on {on}: goes with --by effect")
     if by not in TOKEN_COLUMNS:
-        raise UserError(f"--by {by}: no such column{nearest(by, TOKEN_COLUMNS)}")
+        raise UserError(f"--by {by}: no such column{nearest(by, ('effect', *TOKEN_COLUMNS))}")
     recorded = _recorded(run, by)
     if not recorded:
         why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""

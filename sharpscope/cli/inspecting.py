@@ -31,7 +31,7 @@ def show(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show a run: which tokens moved the model, curves, accuracy, sharpness and events. Of several, their differences.
+    """Show a run: its tokens, curves, accuracy, sharpness and events. Of several, their differences.
 
     Examples:
       sharpscope show runs/first
@@ -104,8 +104,14 @@ def tokens(
         int | None, Option(help="Step. Default: the one with the largest gradient.")
     ] = None,
     by: Annotated[
-        str, Option(help="Column to sort by, or mismatch, entropy_change, kl, policy_coef.")
-    ] = "attribution",
+        str | None,
+        Option(
+            help="effect, a column, or mismatch, entropy_change, kl, policy_coef. Default: attribution."
+        ),
+    ] = None,
+    on: Annotated[
+        str | None, Option(help="With --by effect: kl (the default), entropy, heldout, sharpness.")
+    ] = None,
     top: Annotated[
         int | None, Option(min=1, help="Number of tokens. Default: 20; of each spike, 8.")
     ] = None,
@@ -114,18 +120,19 @@ def tokens(
     ] = False,
     json: Json = False,
 ) -> None:
-    """List the tokens that hold the largest shares of a step's gradient, or that are largest in another column.
+    """List the tokens with the largest shares of a step's ‖∇L‖² or the largest effects, or that are largest in another column.
 
     Examples:
       sharpscope tokens runs/first
       sharpscope tokens runs/first --spikes
+      sharpscope tokens runs/first --by effect --on entropy
       sharpscope tokens runs/first --step 10 --by score_norm --top 20
     """
     from sharpscope import analysis
     from sharpscope.errors import UserError
     from sharpscope.traces import load_run
 
-    if spikes and (step is not None or by != "attribution"):
+    if spikes and not (step is None and by in (None, "attribution") and on is None):
         raise UserError(
             "--spikes: finds the steps itself and shows shares; leave out --step and --by"
         )
@@ -133,7 +140,7 @@ def tokens(
     found = (
         analysis.spike_sections(loaded, top=top or 8)
         if spikes
-        else analysis.token_sections(loaded, step, by, top or 20)
+        else analysis.token_sections(loaded, step, by, top or 20, on)
     )
     print_sections(found, json)
 

@@ -28,6 +28,7 @@ from sharpscope.recording.step import (
     UpdateTokens,
 )
 from sharpscope.tasks import Example
+from sharpscope.tokens import Clip
 
 _PARTS = ("generation_s", "training_s", "recording_s")
 FIRST_USE = frozenset(
@@ -256,7 +257,9 @@ class StepCapture:
         )
         return whole, _joined_tokens([batch.tokens for batch in batches]), first
 
-    def pending_update(self) -> tuple[RolloutBatch, StepTokens, PendingUpdate]:
+    def pending_update(
+        self, clips: tuple[Clip, ...] = ()
+    ) -> tuple[RolloutBatch, StepTokens, PendingUpdate]:
         """All batches so far as one, their tokens, and the present update between its gradient and the optimizer's step."""
         joined, tokens, offset = self.joined()
         width, index = joined.rollouts.completion_ids.shape[1], len(self.updates)
@@ -265,7 +268,7 @@ class StepCapture:
         return (
             joined,
             tokens,
-            PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.norm),
+            PendingUpdate(index, rows, tokens.update[rows] == index, coef, self.norm, clips),
         )
 
     def pending_values(self, width: int, name: str = "coef") -> Tensor:

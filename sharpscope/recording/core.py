@@ -88,6 +88,8 @@ from sharpscope.recording.writer import EVERYTHING, FinishedStep, StepWriter
 from sharpscope.rules.judging import Event
 from sharpscope.settings import validate
 from sharpscope.tasks import Example, Reward
+from sharpscope.tokens import Clip
+from sharpscope.tokens.optimizer_steps import batch_share
 from sharpscope.traces.files import read_run_info
 
 _CONFIG: dict[str, Any] = {  # what readers use of a configuration
@@ -333,6 +335,7 @@ class Recorder(Guard):
         why = f"{plan.reason}; to measure every step: {every}"
         if "token_gradients_every" not in options:
             schedule.norms.places = schedule.shares.places = plan.norms
+            schedule.effects.places = plan.norms
             schedule.spikes.most = plan.spikes
         if "rotation_every" not in options:
             schedule.rotation.places = plan.norms
@@ -436,7 +439,7 @@ class Recorder(Guard):
             text = "no parameter has a gradient in .grad (DeepSpeed keeps it elsewhere): no norm, no shares"
             self.warn_once("no_gradient", "info", text)
         step.clip_factor = clip_factor(step.norm, self.max_grad_norm)
-        joined, tokens, update = step.pending_update()
+        joined, tokens, update = step.pending_update(self._clips)
         observer = StepObserver(self.observers, self.step_number, joined.rollouts, self.recent)
         self._observed.append(observer)
         if step.norm == 0:
@@ -508,6 +511,12 @@ class Recorder(Guard):
         times.seconds += seconds
         self.capture.rotation = UpdateRotation(turned, UNKNOWN, math.nan, seconds)
 
+    @property
+    def _clips(self) -> tuple[Clip, ...]:
+        """How the gradient will be clipped, as far as it is known."""
+        limit = self.max_grad_norm
+        return () if limit is None or math.isinf(limit) else (Clip(limit=limit),)
+
     def before_update(self) -> None:
         """The optimizer is about to make its step, with the gradient clipped."""
         step = self.capture
@@ -518,6 +527,9 @@ class Recorder(Guard):
         if self.max_grad_norm is None and step.norm > 0 and math.isfinite(step.norm):
             now = gradient_norm(self.parameters) / step.norm
             step.clip_factor = now if now < 1 - 1e-6 else 1.0
+            if step.clip_factor < 1.0 and self._observed[-1].forget("effect_"):
+                text = "effects are left out where the loop clips; tell record its max_grad_norm"
+                self.warn_once("effects", "info", text)
         due = not step.updates and self.observers.critical_due(self.step_number)
         if due and math.isfinite(step.norm):
             self.observe_update(self._observed[-1])
@@ -550,6 +562,7 @@ class Recorder(Guard):
                 summary=step.pending_tokens().summary(),
                 rotation=step.rotation,
                 layers=(step.layers, moved.layers),
+                batch_share=batch_share(self.optimizer),
             )
         )
         half = self.model.dtype == torch.float16 and "not_finite" not in self._reported

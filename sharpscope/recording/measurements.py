@@ -111,6 +111,13 @@ class StepValues:
             run.refused.add(column)
             self.events.append(refusal(self.step, column, problem))
 
+    def forget(self, prefix: str) -> bool:
+        """Leave out the columns with a prefix, and tell whether there was one."""
+        names = [name for name in self.columns if name.startswith(prefix)]
+        for name in names:
+            del self.columns[name]
+        return bool(names)
+
     def put(self, name: str, update: PendingUpdate, rows: Tensor, values: Tensor) -> None:
         """Keep `values` (m, P+T) of the update's rows `rows` (m,) for the tokens whose first update it is."""
         if name not in self.columns:

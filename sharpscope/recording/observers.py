@@ -18,6 +18,7 @@ from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, Rollouts, completions_of
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.sharding import ModelView, copy_bytes, is_sharded
+from sharpscope.recording.effects import TokenEffects
 from sharpscope.recording.measurements import (
     ClippedUpdate,
     CriticalSharpness,
@@ -71,6 +72,7 @@ class Observers:
             HeldoutInfluence(schedule.influence),
         ]
         self.surface = SurfaceProbes(config, view, drawer, schedule.surface)
+        self.measurements.append(TokenEffects(schedule.effects, self.surface))
         self.critical = CriticalSharpness(schedule.critical, self.surface)
         # solutions of the probe set, for the entropy at fixed tokens
         self.fixed: Rollouts | None = None
@@ -97,11 +99,16 @@ class Observers:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint, as JSON."""
-        return self.schedule.state() | {"critical_lr": self.run.critical_lr}
+        passed = sorted(name for name in self.run.checked if name.startswith("effect_"))
+        return self.schedule.state() | {
+            "critical_lr": self.run.critical_lr,
+            "checked_effects": passed,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.run.critical_lr = state["critical_lr"]
+        self.run.checked |= set(state.get("checked_effects", ()))
         self.schedule.restore(state)
 
     def start(self, task: Task, info: dict[str, Any]) -> list[Event]:

@@ -92,7 +92,7 @@ def update_columns(step: int, updates: Sequence[UpdateResult]) -> dict[str, Any]
     }
     for name in ("loss", "grad_norm", "clip_factor", "update_norm"):
         columns[name] = np.array([getattr(u, name) for u in updates], dtype=float)
-    for name in ("lr", "entropy"):
+    for name in ("lr", "entropy", "batch_share"):
         columns[name] = [_finite(getattr(u, name)) for u in updates]
     for at, name in enumerate(("grad_norm_by_layer", "update_norm_by_layer")):
         columns[name] = [None if u.layers is None else rounded(u.layers[at]) for u in updates]

@@ -23,9 +23,9 @@ MOST_PLACES, MOST_SHARE = 10, 0.12
 """Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the
 largest share of the training's passes that this costs."""
 TRAINING, GENERATION = 3, 1
-NORMS, EXACT, CRITICAL, ROTATION = 8, 8, 12, 3
-"""Passes of local norms and shares; of the exact norms of one large and one random token, divided by the completions of an
-update; of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
+NORMS, EFFECTS, EXACT, CRITICAL, ROTATION = 8, 9, 8, 12, 3
+"""Passes of local norms and shares; of effects on KL and entropy; of the exact norms of one large and one random token, divided
+by the completions of an update; of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
 
 
 @dataclass(kw_only=True)
@@ -74,6 +74,8 @@ class MeasurementSchedule:
         tokens, surface = spec.token_gradients_every, probes.interval(config.steps)
         self.norms = _interval("norms", tokens, 1)
         self.shares = _interval("shares", tokens, 1)
+        # the first step of AdamW is the gradient's sign, on which single tokens have no effect
+        self.effects = _interval("effects", tokens, 2)
         self.influence = _interval("influence", spec.heldout_influence_every)
         self.rotation = _interval("rotation", spec.rotation_every, 1)
         self.surface = _interval("surface", surface, 0, config.steps)
@@ -160,7 +162,7 @@ def measurement_plan(
     # all in passes a step
     training = (TRAINING + cost.reference) * cost.epochs + GENERATION * cost.generated
     budget = MOST_SHARE * training
-    price = NORMS + EXACT * exact / max(cost.rows, 1) + ROTATION * rotation
+    price = NORMS + EFFECTS + EXACT * exact / max(cost.rows, 1) + ROTATION * rotation
     both = price + critical * CRITICAL * (1 + cost.reference) / cost.parts
     enough = math.ceil(both / budget)
     if not steps or steps >= enough:

@@ -208,6 +208,9 @@ class UpdateResult:
     problem: str = ""  # what is not finite; empty if all is
     broken: bool = False  # the model's weights are not finite
     lr: float = math.nan
+    batch_share: float = (
+        math.nan
+    )  # of the step, not the momentum's (`tokens.optimizer_steps.batch_share`)
     # of its tokens; None if its gradient could not be computed
     summary: dict[str, float] | None = None
     entropy: float | None = None  # mean over its tokens [nats]; None without an entropy bonus

@@ -33,7 +33,7 @@ from sharpscope.tokens.structure import Structure, structure_of
 Outcomes = str | Outcome | Function | Sequence[str | Outcome] | Mapping[str, Outcome | Function]
 LEFT_OUT = 2
 """Tokens that the self-check leaves out."""
-LIMIT = 0.1
+LIMIT = 0.25
 """Largest relative difference of predicted and measured change in the self-check."""
 PARTS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Multiples of the tokens that the self-check leaves out and adds; the least one is taken whose change is above rounding."""
@@ -198,8 +198,9 @@ class UpdateEffects:
         self.parameters = list(self.structure.named.values())
         self.counted, self.coef = _counting(rows, coef), coef.to(rows.ids.device)
         self._kept: list[list[Tensor]] = []
-        own = _gradient(model, self.structure, rows, coef, temperature, self._kept)
-        self.gradient: list[Tensor | None] = list(own if gradient is None else gradient)
+        if gradient is None:
+            gradient = _gradient(model, self.structure, rows, coef, temperature, self._kept)
+        self.gradient: list[Tensor | None] = list(gradient)
         if len(self.gradient) != len(self.parameters):
             raise UserError(
                 f"gradient, {len(self.gradient)} tensors: must be like the {len(self.parameters)} trainable parameters in the model's order"
@@ -274,10 +275,12 @@ class UpdateEffects:
 
     def _error(self, outcome: Prepared, values: Tensor) -> float:
         """The relative difference of predicted and measured change if the two leading tokens are left out."""
-        leading = values.abs().flatten().argsort(descending=True, stable=True)[:LEFT_OUT]
+        flat = values.flatten().double()
+        # of one sign, so that they do not cancel
+        sign = flat[flat.abs().argmax()].sign()
         chosen = torch.zeros_like(values).flatten()
-        chosen[leading] = 1.0
-        predicted = float((values.flatten() * chosen).sum(dtype=torch.float64))
+        chosen[(flat * sign).topk(min(LEFT_OUT, len(flat))).indices] = 1.0
+        predicted = float((flat * chosen).sum())
         part = _gradient(
             self.model,
             self.structure,
@@ -287,8 +290,7 @@ class UpdateEffects:
         )
         noise = outcome.precision * max(1.0, abs(outcome.value()))
         for scale in PARTS:
-            expected = 2 * scale * predicted
-            if abs(expected) > ABOVE * noise:
-                less, more = (self.value_without(outcome, part, sign * scale) for sign in (1, -1))
-                return abs((more - less) - expected) / abs(expected)
+            if 2 * scale * abs(predicted) > ABOVE * noise:
+                less, more = (self.value_without(outcome, part, s * scale) for s in (1, -1))
+                return abs((more - less) / (2 * scale * predicted) - 1)
         return math.nan

@@ -222,7 +222,7 @@ class Run(_Tables):
         return import_module(_PLOTS).PlotsOf(Runs(self.path, {self.name: self}, {}))
 
     def show(self, height: int = 900) -> Any:
-        """The run's page for a notebook: which tokens moved the model, curves, tokens; see `sharpscope.analysis.output`.
+        """The run's page for a notebook: tokens, curves; see `sharpscope.analysis.output`.
 
         Args:
             height: of the frame that shows it [pixels].
@@ -233,7 +233,7 @@ class Run(_Tables):
         """The completions of a step for a notebook, each token colored by what the update does to it.
 
         Args:
-            step: of the run; None: the one whose tokens moved the model most.
+            step: of the run; None: the one with the largest gradient.
             height: of the frame that shows it [pixels].
 
         Raises:

@@ -29,6 +29,7 @@ from sharpscope.recording.step import (
     step_tensors,
 )
 from sharpscope.tokens import coming_step
+from sharpscope.tokens.optimizer_steps import batch_share
 from sharpscope.training.rollouts import step_advantages
 
 if TYPE_CHECKING:
@@ -184,10 +185,12 @@ class Updates:
         coming = None if adamw else self._coming_norms()
         learner.optimizer.step()
         moved = update_norms(learner.optimizer, learner.groups) if coming is None else coming
+        own = batch_share(learner.optimizer)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
         end: dict[str, Any] = {
             "skipped": False,
+            "batch_share": own,
             "problem": BROKEN if broken else "",
             "broken": broken,
         }

@@ -290,3 +290,33 @@ def test_steps_are_made_again_without_a_prompt_in_each(spiked):
 def test_mistakes_in_sets_are_told(spiked, sets, options, says):
     with pytest.raises(UserError, match=says):
         without_tokens(spiked.run_dir, STEP, sets, **SMALL, **options)
+
+
+def test_recorded_effects_are_those_of_the_step_made_again(tiny_policy, tmp_path):
+    """Columns of a run against the fork's effects, which take another way: all tokens at once, q after the run's own step."""
+    changes = {"steps": 3, "evaluation.every": 0, "update.mini_batches": 1}
+    changes |= {"recording.token_gradients_every": 3, "recording.group_share": 1.0}
+    changes |= {"policy.model": str(tiny_policy), "out": str(tmp_path / "run")}
+    config = build_config(values={**TOY, **changes})
+    assert train(config).status == "finished"
+    run = sharpscope.load_run(config.run_dir)
+    own = run_step(config, config.run_dir, 3, ForkSpec(**SMALL, warm_up=0), lambda text: None)
+    own.restore()
+    own.measure()
+    own.prepare()
+    expected, _ = own.scores()
+    tokens = run.tokens(steps=[3])
+    for name in ("kl", "entropy"):
+        recorded = tokens[f"effect_{name}"]
+        assert recorded.notna().sum() == len(tokens) > 50
+        found = expected[name][tokens["rollout"].to_list(), tokens["position"].to_list()].numpy()
+        assert np.abs(found).max() > 0
+        np.testing.assert_allclose(recorded, found, rtol=1e-3, atol=1e-4 * np.abs(found).max())
+    assert (
+        run.tokens(steps=[1])["effect_kl"].isna().all()
+    )  # AdamW's first step is the gradient's sign
+    share = run.updates.set_index("step")["batch_share"]
+    assert share[1] == pytest.approx(1.0) and 0 < share[3] < 1
+    with pytest.raises(SystemExit) as ended:
+        main(["tokens", str(config.run_dir), "--by", "effect", "--on", "entropy", "--top", "3"])
+    assert ended.value.code == 0

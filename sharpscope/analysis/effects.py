@@ -1,0 +1,152 @@
+"""Recorded effects of tokens: the largest, and their sums over prompts, completions, outcomes, probabilities and kinds of token."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import numpy as np
+import pandas as pd
+
+from sharpscope.analysis.headline import momentum_text, sentences
+from sharpscope.analysis.sections import Section
+from sharpscope.analysis.spikes import PROBABILITY_EDGES
+from sharpscope.analysis.text import number, percent, told_apart
+from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
+from sharpscope.errors import UserError, nearest
+from sharpscope.traces import Run
+from sharpscope.traces.reader import piece_maker
+
+OUTCOMES = {
+    "kl": "the update's KL [nats / token]",
+    "entropy": "entropy [nats / token]",
+    "heldout": "the nll of held-out solutions [nats / token]",
+    "sharpness": "SAM sharpness",
+}
+"""Outcome of the columns `effect_…` → its name."""
+REMOVAL = {"kl": 0.93, "entropy": 0.93, "heldout": 0.96, "sharpness": 0.95}
+"""Rank correlation of effects with the change when tokens are left out, on the embedded policy `math` (docs/explanations/effects.md)."""
+FEW = 4
+"""Prompts and completions that are listed."""
+
+
+def recorded_effects(run: Run, on: str = "kl") -> list[int]:
+    """Steps at which effects on an outcome were recorded."""
+    tokens = run.tokens(columns=["step", f"effect_{on}"]).dropna()
+    return sorted(int(step) for step in tokens["step"].unique())
+
+
+def effect_tokens(run: Run, step: int, on: str) -> pd.DataFrame:
+    """The tokens of a step that have an effect on an outcome, with `effect`, `probability`, and their completion's group and outcome."""
+    column = f"effect_{on}"
+    names = ["rollout", "position", "token_id", "logp", "advantage", "loss_coef", column, INCLUSION]
+    tokens = run.tokens(steps=[step], columns=names).dropna(subset=[column])
+    of = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "correct", "prompt"]]
+    tokens = tokens.merge(of, on="rollout", how="left")
+    return tokens.assign(effect=tokens[column].astype(float), probability=np.exp(tokens["logp"]))
+
+
+def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -> list[Section]:
+    """The tokens of a step with the largest effects on an outcome, and sums of effects.
+
+    Args:
+        run: whose tokens are read.
+        step: of the run; None: the last one with effects.
+        on: a key of OUTCOMES.
+        top: tokens.
+
+    Raises:
+        UserError: no such outcome, or nothing recorded.
+    """
+    if on not in OUTCOMES:
+        raise UserError(f"--on {on}: no such outcome{nearest(on, OUTCOMES)}")
+    recorded = recorded_effects(run, on)
+    if not recorded:
+        raise UserError(
+            f"--by effect --on {on}: never recorded in this run; `sharpscope fork RUN --step N --without top:12 --on {on}` computes it"
+        )
+    step = recorded[-1] if step is None else step
+    if step not in recorded:
+        there = ", ".join(map(str, recorded[:12]))
+        raise UserError(f"--by effect: not recorded at step {step}; recorded at steps {there}")
+    tokens = effect_tokens(run, step, on)
+    order = tokens["effect"].abs().sort_values(ascending=False, kind="stable").index[:top]
+    chosen = tokens.loc[order]
+    table = pd.DataFrame(
+        {
+            "token": sentences(run, step, chosen),
+            "answer": chosen["correct"].map(_answer).to_numpy(),
+            "effect": [f"{value:+.3g}" for value in chosen["effect"]],
+            "π": chosen["probability"].map(number).to_numpy(),
+        }
+    )
+    note = f"Effect > 0: with the token {OUTCOMES[on].partition(' [')[0]} is higher after the update, to first order."
+    note += f" Rank correlation with the change when tokens are left out: {REMOVAL[on]} (policy `math`)."
+    if on == "heldout":
+        note += (
+            " On other held-out prompts the ranking is worse: no such change repeats well on them."
+        )
+    title = f"{run.name}, step {step}: effects of tokens on {OUTCOMES[on]}"
+    parts = [Section(title, table, f"{note} {momentum_text(run, step)}".strip())]
+    tokens["sum"] = tokens["effect"] * inverse_inclusion(tokens)
+    of = sample_text(tokens)
+    sampled = f" Estimated from {of}." if of else ""
+    for heading, sums in _sums(run, tokens).items():
+        parts.append(Section(f"Effects by {heading}", sums, sampled.strip()))
+    return parts
+
+
+def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Tables of sums by heading, those with the largest |sum| first where there are many."""
+    total = float(tokens["sum"].abs().sum()) or 1.0
+
+    def table(by: pd.Series, name: str, most: int | None = None) -> pd.DataFrame:
+        groups = tokens.groupby(by, observed=True)["sum"]
+        found = pd.DataFrame({"sum": groups.sum(), "tokens": groups.size()})
+        if most is not None:
+            found = found.loc[found["sum"].abs().sort_values(ascending=False).index[:most]]
+        return pd.DataFrame(
+            {
+                name: [str(label) for label in found.index],
+                "sum of effects": [f"{value:+.3g}" for value in found["sum"]],
+                "of Σ|effect|": [percent(value / total, 1, sign=True) for value in found["sum"]],
+                "tokens": found["tokens"].to_numpy(),
+            }
+        )
+
+    prompts = tokens["prompt"].fillna("").astype(str)
+    labels = dict(zip(prompts.unique(), told_apart(list(prompts.unique()), 60), strict=True))
+    bins = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
+    ranges = bins.map(lambda one: f"{max(one.left, 0):g} to {one.right:g}")
+    made = {
+        "prompt": table(prompts.map(labels), "prompt", FEW),
+        "completion": table(tokens["rollout"], "completion", FEW),
+        "probability": table(ranges, "π"),
+    }
+    answers = tokens["correct"].map(_answer)
+    if answers.any():
+        made["answer"] = table(answers, "answer")
+    maker = piece_maker(run)
+    if maker is not None:
+        ids = tokens["token_id"].astype(int)
+        kinds = {one: kind_of(maker([one])[0]) for one in ids.unique()}
+        made["kind of token"] = table(ids.map(kinds), "kind")
+    return made
+
+
+def _answer(correct: object) -> str:
+    if correct is None or pd.isna(correct):  # type: ignore[call-overload]
+        return ""
+    return "right" if correct else "wrong"
+
+
+def kind_of(text: str) -> str:
+    """digits, letters, spaces, special (in angle brackets), or else punctuation and other signs."""
+    word = text.strip()
+    if not word:
+        return "spaces"
+    if len(word) > 2 and word[0] + word[-1] in ("<>", "⟨⟩", "[]"):
+        return "special"
+    kinds = {unicodedata.category(letter)[0] for letter in word}
+    if kinds == {"N"}:
+        return "digits"
+    return "letters" if "L" in kinds else "punctuation and signs"
