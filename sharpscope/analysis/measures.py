@@ -133,6 +133,7 @@ def gap(run: Run, step: int) -> float | None:
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 
+@per_run
 def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.DataFrame:
     """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name contains `train`.
 

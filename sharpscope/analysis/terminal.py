@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shlex
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.causes import verdict
 from sharpscope.causes.verdict import open_text
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces import Run, load_run, load_runs
+from sharpscope.traces import Run, Runs, load_run, load_runs
 
 SHARE = "attribution"
 TOKEN_COLUMNS = (
@@ -45,6 +47,10 @@ TOKEN_COLUMNS = (
 )
 """Columns of the tokens table, and values computed from them (`token_values`), that `tokens --by` sorts by."""
 GOING_ON = "running"
+MOST_RUNS = 100
+"""Runs that `show` compares; of more it shows a summary."""
+MOST_ROWS = 20
+"""Rows of the tables in a summary."""
 MOST_CAUSES = 3
 """Causes that `show` begins with."""
 
@@ -73,9 +79,60 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
         runs = load_runs(paths)
         if not len(runs):
             load_run(Path(paths[0]))  # says why there is none
+        if len(runs) > MOST_RUNS:
+            return many_sections(runs, shlex.join(map(str, paths)))
         if len(runs) > 1 or runs.skipped:
             return runs_sections(runs)
         return [*cause_sections(runs[0]), *run_sections(runs[0])]
+
+
+def many_sections(runs: Runs, source: str) -> list[Section]:
+    """A summary of more runs than `show` compares: a row for each method and task, what did not finish, and where to see all."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault((run.method, run.task), []).append(run)
+    largest = sorted(groups.items(), key=lambda item: -len(item[1]))
+    rows = [group_row(method, task, members) for (method, task), members in largest[:MOST_ROWS]]
+    others = (
+        f" {len(groups) - MOST_ROWS} more groups are not shown." if len(groups) > MOST_ROWS else ""
+    )
+    note = f"{len(runs)} runs.{others} All of them, compared: sharpscope analyze {source}"
+    sections = [Section("Runs", pd.DataFrame(rows), note=note)]
+    unfinished = [
+        f"{name} is {run.status}" for name, run in runs.by_name.items() if run.status != "finished"
+    ]
+    problems = [*(f"{name}: {why}" for name, why in runs.skipped.items()), *unfinished]
+    if problems:
+        more = [f"and {len(problems) - MOST_ROWS} more"] if len(problems) > MOST_ROWS else []
+        lines = [printable(line) for line in problems[:MOST_ROWS]] + more
+        sections.append(Section("Not finished, or not read", "\n".join(lines)))
+    return sections
+
+
+def group_row(method: str, task: str, members: Sequence[Run]) -> dict[str, str]:
+    """Numbers of runs, seeds, steps and the last rewards of runs of one method on one task."""
+    rewards = [last_reward(run) for run in members]
+    known = [reward for reward in rewards if math.isfinite(reward)]
+    spread = f" ± {float(np.std(known, ddof=1)):.2g}" if len(known) > 1 else ""
+    steps = sorted({int(run.info.get("steps_done") or 0) for run in members})
+    return {
+        "method": printable(method, 40),
+        "task": printable(task, 40),
+        "runs": str(len(members)),
+        "finished": str(sum(run.status == "finished" for run in members)),
+        "seeds": str(len({run.seed for run in members})),
+        "steps": str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
+        "last reward (± SD)": f"{np.mean(known):.3g}{spread}" if known else "–",
+    }
+
+
+def last_reward(run: Run) -> float:
+    """Mean reward over the last third of a run's steps; NaN without one."""
+    table = run.arrow("steps", columns=["step", "reward_mean"]).sort_by("step")
+    values = table["reward_mean"].to_numpy()
+    values = values[-max(1, len(values) // 3) :]
+    finite = values[np.isfinite(values)]
+    return float(finite.mean()) if len(finite) else math.nan
 
 
 def show_headline(paths: Sequence[str | Path]) -> RenderableType:

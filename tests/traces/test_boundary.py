@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -16,11 +17,21 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
-from sharpscope.analysis import path_sections
+from sharpscope.analysis import path_sections, watch
 from sharpscope.analysis.sections import to_records
 from sharpscope.errors import UserError
-from sharpscope.traces import TABLES, TraceWriter, load_run, load_runs, pack_runs
+from sharpscope.traces import (
+    TABLES,
+    RunLock,
+    TraceWriter,
+    load_run,
+    load_runs,
+    pack_runs,
+    rewind,
+    update_run_info,
+)
 from sharpscope.traces.info import parse_run_info
 from sharpscope.traces.parts import packed_runs
 from sharpscope.traces.schema import VERSION_KEY, arrow_schema
@@ -345,3 +356,67 @@ def test_a_packed_set_shows_its_sound_runs_and_names_the_others(sound, tmp_path,
     packed_runs.cache_clear()
     with pytest.warns(UserWarning, match="left out"):
         assert "cannot be read" in load_runs(tmp_path).skipped["pack"]
+
+
+def test_of_very_many_runs_show_prints_a_summary_that_says_how_to_see_all(sound, tmp_path):
+    for number in range(120):
+        shutil.copytree(sound, tmp_path / f"runs/run-{number:03d}")
+        update_run_info(tmp_path / f"runs/run-{number:03d}", seed=number)
+    update_run_info(tmp_path / "runs/run-005", status="failed")
+    (tmp_path / "runs/run-007/run.json").write_text("{")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        table, problems = path_sections([tmp_path / "runs"])
+    (row,) = table.content.to_dict("records")
+    assert (row["runs"], row["finished"], row["seeds"], row["steps"]) == ("119", "118", "119", "2")
+    rewards = load_run(sound).steps["reward_mean"]
+    assert row["last reward (± SD)"] == f"{rewards.iloc[-1]:.3g} ± 0"
+    assert f"sharpscope analyze {tmp_path / 'runs'}" in table.note
+    assert "run-007: run:" in problems.content and "run-005 is failed" in problems.content
+
+
+@pytest.mark.parametrize("change", ["grows", "is resumed", "vanishes"])
+def test_a_run_that_is_watched_may_change_in_every_way(sound, tmp_path, change):
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    update_run_info(run, status="running")
+    lock = RunLock(run)
+    lock.__enter__()
+    seen_rows = []
+
+    def sleep(_):
+        seen_rows.append(len(load_run(run).steps))
+        if len(seen_rows) > 1:
+            if change == "vanishes":
+                shutil.rmtree(run)
+            else:
+                lock.__exit__()
+                update_run_info(run, status="finished")
+        elif change == "grows":
+            with TraceWriter(run) as writer:
+                writer.append("steps", rows("steps", 3, 1))
+        elif change == "is resumed":
+            rewind(run, 1)
+
+    console = Console(file=io.StringIO())
+    if change == "vanishes":
+        with pytest.raises(UserError, match=r"has no run\.json"):
+            watch(run, console, sleep=sleep)
+    else:
+        assert watch(run, console, sleep=sleep) == "finished"
+        assert seen_rows == ([2, 3] if change == "grows" else [2, 1])
+    with pytest.raises(UserError, match=r"has no run\.json"):
+        watch(tmp_path / "not-yet", console)
+
+
+def test_a_reader_beside_a_writer_sees_whole_steps_only(tmp_path):
+    run = new_run(tmp_path / "run")
+    counts = []
+    with RunLock(run), TraceWriter(run) as writer:
+        for step in range(1, 6):
+            writer.append("tokens", rows("tokens", step, 3))
+            writer.append("steps", rows("steps", step, 1))
+            counts.append((len(load_run(run).tokens()), len(load_run(run).steps)))
+            writer.flush()
+            assert load_run(run).status == "running"
+    assert counts == [(3 * (step - 1), step - 1) for step in range(1, 6)]
