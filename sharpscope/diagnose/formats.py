@@ -6,7 +6,7 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -63,11 +63,13 @@ def _read_text(file: Path, start: bytes) -> Content:
     filled = [line.strip() for line in sample if line.strip()][:_SAMPLE]
     first = filled[0] if filled else ""
     if first.startswith(("{", "[")):
-        if _are_json_lines(filled):
+        if len(filled) > 1 and _are_json_lines(filled):
             return Content(format="JSON lines", table=json_lines(lines(file)))
         document = _document(file)
         if document is not None:
             return document
+        if _are_json_lines(list(itertools.islice(lines(file), 2))):  # longer than the sample
+            return Content(format="JSON lines", table=json_lines(lines(file)))
     layout = layout_of(sample)
     if layout is not None:
         return Content(format="table", table=delimited(lines(file), layout, file.stem))
@@ -101,7 +103,7 @@ def _are_json_lines(sample: Sequence[str]) -> bool:
             continue
         if isinstance(row, dict) and not {"log_history", "cells"} & row.keys():
             objects += 1
-    return 2 * objects >= len(sample) and objects > 0 and (len(sample) > 1 or objects == 1)
+    return 2 * objects >= len(sample) and objects > 0
 
 
 def json_lines(text: Iterable[str]) -> Table:
@@ -197,13 +199,11 @@ def layout_of(sample: Sequence[str]) -> Layout | None:
     """The layout of a table by its first lines: a header of names, then lines of as many cells, half of them numbers."""
     for delimiter in (*_DELIMITERS, ""):
         for skipped in range(min(10, len(sample) - 1)):
-            rows = [
-                row
-                for row in itertools.islice(
-                    _cells(sample[skipped:-1] or sample, delimiter), _SAMPLE
-                )
-                if row
-            ]
+            cells = _cells(sample[skipped:-1] or sample, delimiter)
+            try:
+                rows = [row for row in itertools.islice(cells, _SAMPLE) if row]
+            except csv.Error:
+                continue
             if _is_table(rows):
                 return Layout(delimiter=delimiter, skipped=skipped)
     return None
@@ -396,6 +396,3 @@ def scalars(file: Path) -> dict[str, dict[int, float]]:
         if points and all(len(value) == 1 for value in points.values()):
             found[tag] = {step: float(value[0]) for step, value in points.items()}
     return found
-
-
-Reader = Callable[[Iterable[str]], Table]

@@ -169,16 +169,20 @@ def _joined(files: Iterable[tuple[Path, Mapping[str, Mapping[int, float]]]]) -> 
         spans = {tag: (min(points), max(points)) for tag, points in tags.items() if points}
         if not spans:
             continue
-        for run, seen in zip(reversed(runs), reversed(reached), strict=True):
-            if _goes_on(seen, spans):
-                run.append(file)
-                for tag, (first, last) in spans.items():
-                    begun, ended = seen.get(tag, (first, last))
-                    seen[tag] = min(begun, first), max(ended, last)
-                break
-        else:
+        begins = min(first for first, _ in spans.values())
+        before = [at for at, seen in enumerate(reached) if _goes_on(seen, spans)]
+        if not before:
             runs.append([file])
             reached.append(dict(spans))
+            continue
+        # of several the one that ends nearest to where this one begins
+        run = min(
+            before, key=lambda at: abs(begins - max(last for _, last in reached[at].values()))
+        )
+        runs[run].append(file)
+        for tag, (first, last) in spans.items():
+            begun, ended = reached[run].get(tag, (first, last))
+            reached[run][tag] = min(begun, first), max(ended, last)
     return runs
 
 

@@ -46,6 +46,10 @@ class Steps:
     values: NDArray[np.float64]  # (rows,), NaN where a row has none
 
 
+MOST_FALLS = 0.1
+"""Share of the rows whose step may be lower than the one before in a file that is in order."""
+
+
 def step_keys(table: Table) -> list[str]:
     """The keys of a table that count steps, in the order of preference."""
     return [key for key in (*STEP_KEYS, *LOGGER_KEYS) if key in table.columns]
@@ -118,28 +122,31 @@ def _column(positions: NDArray[np.int64], values: NDArray[np.float64]) -> Column
 def attempts(steps: NDArray[np.float64]) -> list[NDArray[np.bool_]]:
     """The rows of each attempt in a file to which several were appended, in their order.
 
-    An attempt begins where the step falls back to the first tenth of what the one before had reached. A smaller fall is that of a
-    training that was resumed from a checkpoint. Files in no order at all are one attempt.
+    An attempt begins where the step falls back to the first tenth of what the one before had reached, and repeats most of its steps. A
+    smaller fall is that of a training that was resumed from a checkpoint. Rows in no order are one attempt.
     """
     known = np.flatnonzero(np.isfinite(steps))
     values = steps[known]
-    if len(values) < 2:
-        return [np.ones(len(steps), dtype=bool)]
-    drops = np.flatnonzero(np.diff(values) < 0) + 1
     starts = [0]
-    for at in drops:
-        reached = values[starts[-1] : at].max()
-        first = values[starts[-1]]
-        if at - starts[-1] >= 3 and values[at] <= first + 0.1 * (reached - first):
+    for at in _falls(values):
+        before = values[starts[-1] : at]
+        first, reached = before[0], before.max()
+        again = values[at : at + len(before)]
+        repeated = np.isin(again[again <= reached], before)
+        if values[at] <= first + 0.1 * (reached - first) and repeated.mean() >= 0.5:
             starts.append(int(at))
-    if len(drops) > 20 * len(starts):
-        starts = [0]
     found = []
     for begin, end in zip(starts, [*starts[1:], len(values)], strict=True):
         rows = np.zeros(len(steps), dtype=bool)
         rows[known[begin] if begin else 0 : known[end] if end < len(known) else len(steps)] = True
         found.append(rows)
     return found
+
+
+def _falls(values: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Positions at which steps (n,) are lower than before; none if they are in no order at all."""
+    falls = np.flatnonzero(np.diff(values) < 0) + 1
+    return falls if len(falls) <= max(1, MOST_FALLS * len(values)) else falls[:0]
 
 
 def gathered(
@@ -179,12 +186,7 @@ def per_step(steps: NDArray[np.float64]) -> int:
 def resumed_at(steps: NDArray[np.float64]) -> list[int]:
     """Steps from which a training was repeated after it had gone further."""
     known = steps[np.isfinite(steps)]
-    if not len(known):
-        return []
-    reached = np.maximum.accumulate(known)[:-1]
-    gap = max(1.0, float(np.median(np.diff(np.unique(known)))) if len(np.unique(known)) > 1 else 1)
-    back = np.flatnonzero((np.diff(known) < 0) & (known[1:] < reached - 2 * gap)) + 1
-    return [int(known[at]) for at in back] if len(back) <= 20 else []
+    return [int(known[at]) for at in _falls(known) if known[at] in known[:at]]
 
 
 def group_words(keys: Iterable[str]) -> set[str]:
