@@ -13,7 +13,7 @@ from pathlib import Path
 
 from sharpscope.diagnose.console import console
 from sharpscope.diagnose.tables import Table
-from sharpscope.diagnose.text import encoding_of, head, lines, plain, whole
+from sharpscope.diagnose.text import HEAD, encoding_of, head, lines, plain, whole
 from sharpscope.errors import UserError, first_line
 
 READS = (
@@ -23,6 +23,8 @@ READS = (
 
 _SAMPLE = 40
 """Lines by which a format is recognized."""
+_CELLS = 200
+"""Cells of a line that are looked at to tell a table."""
 _DELIMITERS = ("\t", ";", ",", "|")
 _SPACES = re.compile(r"\s{2,}")
 _RULE = re.compile(r"[\s|:+=-]*")
@@ -59,8 +61,12 @@ def read_file(file: Path) -> Content:
 
 
 def _read_text(file: Path, start: bytes) -> Content:
-    sample = start.decode(encoding_of(start), errors="replace").lstrip("\ufeff").split("\n")
+    sample = (
+        start.decode(encoding_of(start), errors="replace").lstrip("\ufeff").split("\n", 2 * _SAMPLE)
+    )
     filled = [line.strip() for line in sample if line.strip()][:_SAMPLE]
+    if len(start) < HEAD:
+        sample.append("")  # the last line is whole
     first = filled[0] if filled else ""
     if first.startswith(("{", "[")):
         if len(filled) > 1 and _are_json_lines(filled):
@@ -199,7 +205,9 @@ def layout_of(sample: Sequence[str]) -> Layout | None:
     """The layout of a table by its first lines: a header of names, then lines of as many cells, half of them numbers."""
     for delimiter in (*_DELIMITERS, ""):
         for skipped in range(min(10, len(sample) - 1)):
-            cells = _cells(sample[skipped:-1] or sample, delimiter)
+            if delimiter not in sample[skipped]:
+                continue
+            cells = _cells(sample[skipped:-1], delimiter)
             try:
                 rows = [row for row in itertools.islice(cells, _SAMPLE) if row]
             except csv.Error:
@@ -235,7 +243,7 @@ def _is_table(rows: Sequence[list[str]]) -> bool:
     alike = [row for row in body if len(row) == len(header)]
     if len(alike) < 0.8 * len(body):
         return False
-    filled = [cell for row in alike for cell in row if cell.strip()]
+    filled = [cell for row in alike for cell in row[:_CELLS] if cell.strip()]
     numbers = [cell for cell in filled if _NUMBER.fullmatch(cell.strip())]
     return 3 * len(numbers) >= len(filled) and len(numbers) >= len(alike)
 

@@ -198,3 +198,12 @@ def test_a_guess_is_told_and_undone(tmp_path):
 
 def test_the_rows_of_variants_are_those_of_the_files():
     assert len(rows_of(FIELD / "flat-reward-no-entropy.json")) == 200
+
+
+def test_first_sentences_of_a_synthetic_corpus(tmp_path):
+    """A part of `experiments/diagnosis/corpus.py`, which judges 300."""
+    from experiments.diagnosis.corpus import MAKERS, corpus
+
+    counts = corpus(3, 2 * len(MAKERS), tmp_path)
+    assert counts["right"] >= 0.9 * 2 * len(MAKERS)
+    assert counts["misleading"] <= 1 and counts["unreadable"] == 0
