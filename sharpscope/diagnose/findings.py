@@ -37,6 +37,7 @@ class Finding:
     change: str  # how the quantity changed, and what the reward did afterwards
     measured: str  # what the rule measured, with its threshold
     certainty: str  # where it applies, and how often it does in healthy runs
+    seen: int  # the step from which on the rule applied; means over several steps do so later than it began
     explains: tuple[str, ...] = ()  # rules of the findings that may follow from it
 
     @property
@@ -189,7 +190,7 @@ def _ranked(findings: Sequence[Finding]) -> list[Finding]:
             and f.rule.name not in EXPLAINS.get(first.rule.name, ())
             and f.severity != "info"
             and f.rule.window != 0
-            and f.step <= first.step
+            and f.step <= _latest_cause(f, first)
         ]
         if not causes:
             break
@@ -200,6 +201,12 @@ def _ranked(findings: Sequence[Finding]) -> list[Finding]:
         if f.rule.name in EXPLAINS.get(first.rule.name, ()) and f.step >= first.step
     )
     return [replace(first, explains=follow), *(f for f in ordered if f is not first)]
+
+
+def _latest_cause(cause: Finding, effect: Finding) -> int:
+    """The last step at which a cause may begin: a spike has an exact step, the beginning of a slower change is known less well."""
+    slower = cause.rule.window == 1 and cause.began.quantity != effect.began.quantity
+    return effect.seen if slower else effect.step
 
 
 def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
@@ -369,6 +376,7 @@ def _finding(
         change=change,
         measured=measured,
         certainty=_certainty(rule, stretch, passed, history),
+        seen=int(steps[stretch.first]),
     )
 
 
