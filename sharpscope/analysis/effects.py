@@ -23,7 +23,7 @@ OUTCOMES = {
     "sharpness": "SAM sharpness",
 }
 """Outcome of the columns `effect_…` → its name."""
-REMOVAL = {"kl": 0.93, "entropy": 0.93, "heldout": 0.96, "sharpness": 0.95}
+REMOVAL = {"kl": 0.95, "entropy": 0.93, "heldout": 0.97, "sharpness": 0.98}
 """Rank correlation of effects with the change when tokens are left out, on the embedded policy `math` (docs/explanations/effects.md)."""
 FEW = 4
 """Prompts and completions that are listed."""
@@ -82,9 +82,7 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
     note = f"Effect > 0: with the token {OUTCOMES[on].partition(' [')[0]} is higher after the update, to first order."
     note += f" Rank correlation with the change when tokens are left out: {REMOVAL[on]} (policy `math`)."
     if on == "heldout":
-        note += (
-            " On other held-out prompts the ranking is worse: no such change repeats well on them."
-        )
+        note += " It is measured on the probe set's held-out prompts, and says less of others."
     title = f"{run.name}, step {step}: effects of tokens on {OUTCOMES[on]}"
     parts = [Section(title, table, f"{note} {momentum_text(run, step)}".strip())]
     tokens["sum"] = tokens["effect"] * inverse_inclusion(tokens)
@@ -93,6 +91,14 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
     for heading, sums in _sums(run, tokens).items():
         parts.append(Section(f"Effects by {heading}", sums, sampled.strip()))
     return parts
+
+
+def effect_headline(run: Run, top: int) -> list[Section]:
+    """The first table of `effect_sections` on KL at the last step with effects; empty where none were recorded."""
+    # a sample of tokens lacks the largest ones
+    if run.reduced is not None or not recorded_effects(run):
+        return []
+    return effect_sections(run, None, "kl", top)[:1]
 
 
 def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:

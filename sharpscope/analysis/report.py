@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.curves import study_charts, study_values
+from sharpscope.analysis.effects import effect_headline
 from sharpscope.analysis.forks import fork_differences, fork_sections
 from sharpscope.analysis.headline import (
     largest_update,
@@ -178,7 +179,8 @@ def found_sections(
     """The headline: what was trained and its accuracy, `top` tokens of the first `runs` settings, whether the method mattered."""
     first = [next(iter(setting.runs.values())) for setting in settings[:runs]]
     said = Section("What was found", trained_text(study, settings[:2]))
-    return [said, *moved_sections(first, top), *difference_sections(study, settings)]
+    effects = [section for run in first for section in effect_headline(run, top)]
+    return [said, *effects, *moved_sections(first, top), *difference_sections(study, settings)]
 
 
 @per_run

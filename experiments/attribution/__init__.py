@@ -1,0 +1,1 @@
+"""Which score of tokens predicts what an update does without them? See RESULTS.md."""

@@ -1,0 +1,118 @@
+"""The leaderboard from the measured updates: means over seeds of the means over a run's steps, with intervals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+KINDS = ("tokens", "prompts", "completions", "single tokens")
+OUTCOMES = ("kl", "entropy", "heldout", "sharpness", "gradient_norm", "failure")
+SCORES = (
+    *("effect", "q before", "SGD", "share", "share of the step", "|c|·‖p − e‖", "size", "random"),
+    *("MLPs", "output layer", "last block"),
+)
+NAMES = {
+    "effect": "**effect**",
+    "q before": "effect, q before the update",
+    "SGD": "influence by SGD",
+    "share": "share of ‖∇L‖²",
+    "share of the step": "share along the step",
+    "size": "|c|·‖∇log π‖",
+    "MLPs": "effect through the MLPs alone",
+    "output layer": "effect through embedding and output layer",
+    "last block": "effect through the last block",
+}
+
+
+INTRODUCTION = """# Which score of tokens predicts what an update does without them?
+
+`python -m experiments.attribution` (see [the definition](../../docs/explanations/effects.md)). Plain GRPO on the embedded policies; of each
+measured update, sets of tokens are left out, the update is made again, and the change of each outcome is compared with −Σ score over the
+set: rank correlation (Spearman) within the update, mean over the updates ± half of a 95 % interval over them. AdamW's first step is left
+out. Sets: random tenths of the tokens, single prompts, random tenths of the completions, single tokens.
+"""
+INDEPENDENT = """
+On completions that neither the score nor the update has seen (of the same prompts), with the agreement of two such measurements:
+
+| outcome | effect | share of ‖∇L‖² | ceiling |
+|---|---|---|---|"""
+LEADING = """
+Change of the outcome, in units of the update's own change, when the 12 leading tokens are left out (median, and quartiles over the
+updates):
+
+| outcome | by effect (predicted) | by effect | by share | by \\|c\\|·‖∇log π‖ | 12 random |
+|---|---|---|---|---|---|"""
+COLUMNS = ["kind", "outcome", "score", "rank", "slope"]
+
+
+def report(here: Path, tasks: list[str]) -> None:
+    """Write RESULTS.md."""
+    parts = [INTRODUCTION]
+    for task in tasks:
+        rows = [json.loads(line) for line in (here / f"{task}.jsonl").read_text().splitlines()]
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            parts += _setting(task, setting, [row for row in rows if row["setting"] == setting])
+    (here / "RESULTS.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _setting(task: str, setting: str, rows: list[dict]) -> list[str]:
+    """The tables of one setting."""
+    frames = [pd.DataFrame(row["ranks"], columns=COLUMNS) for row in rows]
+    ranks = pd.concat(frames)
+    steps = sorted({row["step"] for row in rows})
+    factor = np.mean([row["clip_factor"] for row in rows])
+    clipped = f", mean clip factor {factor:.2f}" if factor < 1 else ""
+    tokens = [row["tokens"] for row in rows]
+    parts = [
+        f"\n## {task}, {setting}\n",
+        f"{len(rows)} updates of {len({row['seed'] for row in rows})} seeds, steps {steps[0]} to {steps[-1]}{clipped}; "
+        f"{min(tokens)} to {max(tokens)} tokens with a gradient. Each cell: tokens / prompts / completions / single tokens.\n",
+        "| score | " + " | ".join(OUTCOMES) + " |",
+        "|---|" + "---|" * len(OUTCOMES),
+    ]
+    for score in SCORES:
+        cells = [_cell(ranks, outcome, score) for outcome in OUTCOMES]
+        name = NAMES.get(score, score).replace("|", "\\|")
+        parts.append(f"| {name} | " + " | ".join(cells) + " |")
+    slopes = ranks[ranks["score"] == "effect"].groupby("outcome")["slope"].median()
+    said = ", ".join(f"{name} {slopes[name]:.2f}" for name in (*OUTCOMES, "sharpness, no turn"))
+    parts += [f"\nSlope of truth on prediction (effect, median): {said}.", INDEPENDENT]
+    for outcome in ("kl 2", "entropy 2", "failure 2"):
+        cells = [_cell(ranks, outcome, score) for score in ("effect", "share", "ceiling")]
+        parts.append(f"| {outcome.removesuffix(' 2')} | " + " | ".join(cells) + " |")
+    names = ["outcome", "score", "predicted", "measured"]
+    tops = pd.concat([pd.DataFrame(row["tops"], columns=names) for row in rows])
+    parts.append(LEADING)
+    for outcome in ("kl", "entropy", "sharpness"):
+        of = tops[tops["outcome"] == outcome].set_index("score")
+        cells = [_change(of.loc[["effect"], "predicted"])]
+        cells += [_change(of.loc[[s], "measured"]) for s in ("effect", "share", "size", "random")]
+        parts.append(f"| {outcome} | " + " | ".join(cells) + " |")
+    seconds = pd.DataFrame([row["first_seconds"] for row in rows]).median()
+    parts.append(
+        f"\nSeconds an outcome on a machine that did other work at the same time: gradient {seconds.iloc[0]:.2f}, "
+        f"derivatives of all tokens {seconds.iloc[1]:.2f}.\n"
+    )
+    return parts
+
+
+def _cell(ranks: pd.DataFrame, outcome: str, score: str) -> str:
+    """Mean rank correlations by kind of set, with the largest half-width of their 95 % intervals."""
+    of = ranks[(ranks["outcome"] == outcome) & (ranks["score"] == score)]
+    means, halves = [], []
+    for kind in KINDS:
+        values = of[of["kind"] == kind]["rank"].dropna()
+        if len(values):
+            means.append(f"{values.mean():.2f}")
+            halves.append(1.96 * values.std() / np.sqrt(len(values)) if len(values) > 1 else np.nan)
+    if not means:
+        return "–"
+    return " / ".join(means) + f" (± {np.nanmax(halves):.2f})" * bool(np.isfinite(halves).any())
+
+
+def _change(values: pd.Series) -> str:
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return f"{100 * middle:+.0f} % ({100 * low:+.0f} to {100 * high:+.0f})"
