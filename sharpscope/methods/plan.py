@@ -64,6 +64,8 @@ class StepTensors(ByRow):
     curvature: Tensor | None = None  # (N, T, 2) m_H and m_F of `CurvatureTokens`
     # (N, T) [nats] under the averaged policy of `AveragedProximal`; None: π_old
     proximal_logp: Tensor | None = None
+    # (N, T) effect of each token on the outcome of `EffectWeight`, in its unit
+    effect: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.mask.dim() != 2:

@@ -402,6 +402,34 @@ class EntropyAdvantageWeight(Weighting):
         return 1 + number(self.strength) * step.token_advantage.sign() * term
 
 
+class EffectWeight(Weighting):
+    """w_t = (1 − strength·tanh(E_t/s))/c: tokens whose part of the update raises an outcome weigh less. The form is ours.
+
+    E_t is the first-order effect of the token on the outcome if all completions of the step make one update with weights of 1,
+    through clipping and the optimizer (`sharpscope.effects`), s the root mean square of E over the step's loss tokens, and c
+    such that the weights' mean over the gradient is 1. All weights are 1 in the optimizer's first step. It costs about the
+    gradient of the outcome, one forward-mode pass and one more gradient a step.
+    """
+
+    kind: Literal["effect"] = "effect"
+    outcome: Literal["sharpness", "kl"] = "sharpness"
+    """sharpness: rise of the tokens' mean −ln π at `radius` after the update (SAM); kl: KL(π_old‖π) after it."""
+    strength: float = Field(0.5, ge=-1, le=1)
+    """Strength; below 0, tokens that raise the outcome weigh more."""
+    radius: float = Field(0.05, gt=0, description="SAM's radius [parameters' L2 norm].")
+
+    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+        if step.effect is None:
+            raise UserError(
+                "method.weight.kind = effect: needs the effects of each step, which only this package's training computes"
+            )
+        mask, effect = step.mask.bool(), step.effect.double()
+        size = effect[mask].square().mean().sqrt()
+        scaled = xp.where(mask, effect, 0.0) / xp.where(size > 0, size, 1.0)
+        weight = 1 - self.strength * xp.tanh(scaled)
+        return (weight / _mean(weight, step, "gradient")).to(step.logp.dtype)
+
+
 class CustomWeight(Weighting):
     """A weight of the user's own, a function at the import path `package.module:function`."""
 
@@ -738,6 +766,7 @@ TokenWeight = Annotated[
     | StareWeight
     | PepoWeight
     | EntropyAdvantageWeight
+    | EffectWeight
     | CustomWeight
     | ReverseWeight
     | ShuffledWeight

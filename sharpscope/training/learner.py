@@ -19,7 +19,7 @@ from sharpscope.methods import Method
 from sharpscope.methods.loss import MethodState, clipped_norm
 from sharpscope.methods.method import CurvatureTokens
 from sharpscope.methods.plan import Plan, calibrate, per_token, prepare
-from sharpscope.methods.token_weights import number
+from sharpscope.methods.token_weights import EffectWeight, number
 from sharpscope.policy import Policy, Rollouts, TokenStats, load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.head import output_head
@@ -40,6 +40,7 @@ from sharpscope.recording.step import (
 from sharpscope.seeds import generator
 from sharpscope.tokens import Clip
 from sharpscope.tokens.muon import Muon
+from sharpscope.training.token_effects import step_effects
 from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates, placed
 
 if TYPE_CHECKING:
@@ -294,6 +295,9 @@ class Learner:
         """What is fixed for a step; `stats` are of the present policy, `proximal` (N, T) [nats] of the averaged one."""
         tensors = step_tensors(rollouts, advantage, stats, stats.logp, progress, method)
         tensors = replace(tensors, proximal_logp=proximal)
+        weight = method.weight.inner
+        if isinstance(weight, EffectWeight):
+            tensors = replace(tensors, effect=step_effects(self, rollouts, tensors, method, weight))
         if method.needs_proxy:
             proxy = self.scorer.per_token(rollouts, flat_proxy)
             tensors = replace(tensors, proxy_logp=proxy)

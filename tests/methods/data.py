@@ -72,6 +72,7 @@ def make_case(
         "polarity": torch.randn(size, **random),
         "sampler_logp": behavior + far * torch.randn(size, **random),
         "proxy_logp": proxy,
+        "effect": 1e-3 * torch.randn(size, **random),
         "proximal_logp": behavior + 3 * far * torch.randn(size, **random),
         "curvature": (torch.rand(*size, 2, **random) - torch.tensor([0.5, 0.0]))
         * torch.tensor([0.03, 2e-4]),
@@ -121,7 +122,7 @@ NAMES = (
         name: name
         for name in ("group", "mask", "logit", "entropy", "polarity", "collision", "curvature")
     }
-    | {"proximal": "proximal_logp"}
+    | {"proximal": "proximal_logp", "effect": "effect"}
 )
 """Fields of the oracle's batch and of the step."""
 

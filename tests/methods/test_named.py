@@ -233,7 +233,7 @@ def test_a_mistake_in_a_method_is_one_line(text: str, says: str):
     assert says in str(error.value) and "\n" not in str(error.value)
 
 
-LOOP = ("lopti", "holder", "dapo", "lp-reg", "grpo-sam", "otb", "gdpo", "maxrl")
+LOOP = ("grpo-flat", "lopti", "holder", "dapo", "lp-reg", "grpo-sam", "otb", "gdpo", "maxrl")
 """Methods that ask something else of the training loop than plain GRPO."""
 
 

@@ -106,6 +106,8 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], Tensor]]] = {
     "luspo": [oracle.luspo],
     "vespo": [oracle.vespo],
     "ppo-ewma": [oracle.ppo_ewma],
+    "grpo-flat": [lambda b: oracle.grpo_flat(b, 0.5)],
+    "grpo-flat-kl": [lambda b: oracle.grpo_flat(b, 0.5)],
     "mipu": [lambda b: oracle.mipu(b, 1.3)],
     "fiberpo": [lambda b: oracle.fiberpo(b, 0.02, 0.05, 0.1)],
     "papo": [lambda b: oracle.papo(b, 1.7)],

@@ -48,6 +48,7 @@ class Batch:
     proxy: Rows = ()  # under the filtered policy, −inf where it leaves a token out
     curvature: Sequence[Rows] = ()  # m_H and m_F
     proximal: Rows = ()  # under the averaged policy
+    effect: Rows = ()  # on an outcome of the update
     now: Sequence[Sequence[Tensor]] = ()
     limit: int = 0
     beta: float = 0.0
@@ -256,6 +257,14 @@ def ppo_ewma(b: Batch) -> Tensor:
         return math.exp(b.proximal[i][t] - b.behavior[i][t]) * ppo(r, adv[i])
 
     return total(b, objective)
+
+
+def grpo_flat(b: Batch, strength: float) -> Tensor:
+    where, mass = b.tokens(), gradient_masses(b)
+    size = math.sqrt(sum(b.effect[i][t] ** 2 for i, t in where) / len(where))
+    w = {(i, t): 1 - strength * math.tanh(b.effect[i][t] / size) for i, t in where}
+    mean = sum(mass[k] * w[k] for k in where) / sum(mass.values())
+    return clipped(b, weight={k: w[k] / mean for k in where})
 
 
 def mipu(b: Batch, bound: float) -> Tensor:

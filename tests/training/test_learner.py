@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+import sharpscope
 from sharpscope import distributed
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
@@ -158,6 +159,50 @@ def test_gradient_is_the_sum_of_loss_coef_times_score(world):
                 [g.flatten() for g in score]
             )
     torch.testing.assert_close(found[0], total, rtol=1e-4, atol=1e-6 * float(total.abs().max()))
+
+
+def test_weights_by_effect_are_those_of_the_update_that_is_weighted(world):
+    """Against `sharpscope.effects` on the step's rows with GRPO's own coefficients; what raises KL weighs less, the mass stays."""
+    policy, drawn = world
+    before = copy.deepcopy(policy.model.state_dict())
+    observed = learner_of(policy, max_grad_norm=0.1)
+    first = observed.learn(
+        drawn.rollouts, drawn.advantage, 1, 0.0, method=named_method("grpo-flat-kl")
+    )
+    mask = drawn.rollouts.completion_mask.bool()
+    assert torch.equal(
+        first.tokens.weight[mask], torch.ones(int(mask.sum())).double()
+    )  # no moments
+    policy.model.load_state_dict(before)
+    plain = learner_of(policy, lr=0.0)
+    coef = plain.learn(
+        drawn.rollouts, drawn.advantage, 2, 0.0, method=named_method("grpo")
+    ).tokens.loss_coef
+    stats = observed.scorer.statistics(drawn.rollouts)
+    width = drawn.rollouts.input_ids.shape[1] - mask.shape[1]
+    effect = sharpscope.effects(
+        policy.model,
+        drawn.rollouts.input_ids,
+        torch.nn.functional.pad(drawn.rollouts.completion_mask, (width, 0)),
+        torch.nn.functional.pad(coef.double(), (width, 0)),
+        observed.optimizer,
+        "kl",
+        drawn.rollouts.attention_mask,
+        max_grad_norm=0.1,
+        check="off",
+    )["kl"][:, width:]
+    size = effect[mask].square().mean().sqrt()
+    raw = 1 - 0.5 * torch.tanh(effect / size)
+    mass = coef.abs().double() * stats.logit_grad_norm
+    wanted = raw / ((mass * raw)[mask].sum() / mass[mask].sum())
+    second = observed.learn(
+        drawn.rollouts, drawn.advantage, 2, 0.0, method=named_method("grpo-flat-kl")
+    )
+    torch.testing.assert_close(
+        second.tokens.weight[mask].double(), wanted[mask], rtol=1e-6, atol=1e-9
+    )
+    assert wanted[mask].std() > 0.05
+    policy.model.load_state_dict(before)
 
 
 def weights_of(policy) -> torch.Tensor:
