@@ -205,8 +205,9 @@ def _ranked(findings: Sequence[Finding]) -> list[Finding]:
 
 def _latest_cause(cause: Finding, effect: Finding) -> int:
     """The last step at which a cause may begin: a spike has an exact step, the beginning of a slower change is known less well."""
-    slower = cause.rule.window == 1 and cause.began.quantity != effect.began.quantity
-    return effect.seen if slower else effect.step
+    spike = cause.rule.measured_by[0] == "spike"
+    other = cause.began.quantity != effect.began.quantity
+    return effect.seen if spike and other else effect.step
 
 
 def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
