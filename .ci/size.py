@@ -109,7 +109,7 @@ def main() -> int:
         print(f"{package:14} {nodes:8,} {lines:7,} {nodes / lines:10.1f} {size / lines:10.1f}")
     total = [sum(column) for column in zip(*rows.values(), strict=True)]
     values = {
-        "nodes": 380_000total[0],
+        "nodes": total[0],
         "nodes a line": total[0] / total[1],
         "nodes a line of one module": densest[0],
         "circles": len(found),
