@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import latex2mathml.converter
+import pandas as pd
 import typer.main
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -17,6 +18,8 @@ from typer.cli import get_docs_for_click
 from typer.core import TyperGroup
 
 from sharpscope.analysis import analyze
+from sharpscope.analysis.output import MARK
+from sharpscope.analysis.plots import PLOTS
 from sharpscope.cli import app
 from sharpscope.config import ForkSpec, RunConfig
 from sharpscope.methods import constants, describe, method_names
@@ -39,11 +42,80 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/methods.md": _methods(),
         "reference/trace.md": schema_markdown(),
     }
+    pages["gallery.md"] = _gallery(files, config)
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
+    files.append(File.generated(config, "images/mark.svg", content=mark("#0173b2", "#de8f05")))
+    files.append(
+        File.generated(config, "images/mark-white.svg", content=mark("#ffffff", "#ffd28a"))
+    )
     for picture in sorted((ROOT / "figures" / "paper").glob("*.png")):
         files.append(File.generated(config, f"images/{picture.name}", abs_src_path=str(picture)))
     return files
+
+
+def mark(peak: str, lens: str) -> str:
+    """The project's mark as an SVG file: a sharp peak under a lens, in these colors."""
+    line = "fill:none;stroke-width:3;stroke-linejoin:round;stroke-linecap:round"
+    look = f"<style>.peak,.lens{{{line}}}.peak{{stroke:{peak}}}.lens{{stroke:{lens}}}</style>"
+    body = f"{look}{MARK}"
+    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 40 40">{body}</svg>\n'
+
+
+RUN, PAIR, REFERENCE = "data/example/sums", "tests/data/pair", "data/reference"
+SOURCES = {
+    **dict.fromkeys(("token_steps", "layer_steps"), RUN),
+    **dict.fromkeys(("gradient_norm", "lorenz", "weights", "distribution", "sharpness"), PAIR),
+    **dict.fromkeys(
+        ("trajectories", "ablation", "people", "paired", "forest", "spectrum", "slices"), REFERENCE
+    ),
+    **dict.fromkeys(("rotation", "rotation_map"), "docs/data/rotations.csv"),
+    "log": "tests/diagnose/logs.csv",
+}
+"""Figure of the gallery -> what it is drawn from."""
+CHOICES = {"log": {"run": "kl_k1"}}
+"""Figure -> its choices."""
+
+
+def _gallery(files: Files, config: MkDocsConfig) -> str:
+    """The page of all figures, each with its code, drawn for the light and for the dark page."""
+    lines = [
+        "# Gallery",
+        "",
+        "Every figure of `run.plot` and `sharpscope plot`, drawn from the runs that come with the project while this site was built.",
+        "Each returns its axes and the frame that it shows: `axes, frame = run.plot.lorenz()`; `--out FILE` writes the figure and its numbers.",
+    ]
+    for name, one in PLOTS.items():
+        lines += ["", f"## {name}", "", one.says, ""]
+        if name not in SOURCES:
+            needs = ", ".join(f"`{column}`" for column in one.needs)
+            lines.append(
+                f"Drawn from a frame with the columns {needs}: `sharpscope plot FILE.csv {name}`."
+            )
+            continue
+        source = SOURCES[name]
+        for style, only in (("notebook", "light"), ("dark", "dark")):
+            picture = f"images/gallery/{name}-{only}.png"
+            files.append(File.generated(config, picture, content=_drawn(name, source, style)))
+            lines.append(f"![{one.says}]({picture}#only-{only})")
+        code = f'sharpscope.load_runs("{source}").plot.{name}()'
+        chosen = CHOICES.get(name, {})
+        given = "".join(f', {key}="{value}"' for key, value in chosen.items())
+        if not Path(ROOT / source).is_dir():
+            code = f'sharpscope.analysis.plots.{name}("{source}"{given})'
+        options = "".join(f" --choose {key}={value}" for key, value in chosen.items())
+        lines += ["", f"```python\n{code}\n```", ""]
+        lines += [f"```bash\nsharpscope plot {source} {name}{options}\n```"]
+    return "\n".join(lines) + "\n"
+
+
+def _drawn(name: str, source: str, style: str) -> bytes:
+    """A figure as PNG."""
+    data: Any = str(ROOT / source)
+    if name == "rotation":
+        table = pd.read_csv(data)
+        data = table[table["policy"] == "knights_knaves"]
+    return PLOTS[name](data, style=style, **CHOICES.get(name, {}))._repr_png_()
 
 
 def on_post_build(config: MkDocsConfig, **_: Any) -> None:

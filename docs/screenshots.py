@@ -37,7 +37,7 @@ def terminal() -> str:
 
 
 def photograph(page: Path, tokens: Path, curves: Path) -> None:
-    """Photograph the report's curves, and its token view at the token with the largest share."""
+    """Photograph the page's first screen, light and dark, its curves, and its token view at the token with the largest share."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -50,11 +50,16 @@ def photograph(page: Path, tokens: Path, curves: Path) -> None:
         )
         tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
         tab.set_default_timeout(180_000)  # [ms]; a busy machine takes long to draw the page
-        tab.goto(page.as_uri())
+        for scheme in ("dark", "light"):
+            tab.emulate_media(color_scheme=scheme)
+            tab.goto(page.as_uri())
+            tab.wait_for_selector("html[data-curves=drawn]")
+            tab.screenshot(path=IMAGES / f"page-{scheme}.png")
         tab.locator("#curves").scroll_into_view_if_needed()
         tab.evaluate("document.getElementById('curves').scrollIntoView({block: 'start'})")
         tab.wait_for_timeout(1000)
         tab.screenshot(path=curves)
+        tab.evaluate("document.querySelector('a.spot').scrollIntoView()")
         tab.locator("a.spot").first.click()
         tab.locator("#tip dl").wait_for()
         tab.evaluate("document.getElementById('legend').scrollIntoView({block: 'start'})")

@@ -46,6 +46,9 @@ taken back.
 
 {batches}
 
+![Angle of each method's gradient on four policies, and after the optimizer](../images/gallery/rotation_map-light.png#only-light)
+![The same in the dark](../images/gallery/rotation_map-dark.png#only-dark)
+
 - **gradient**: angle to the reference's gradient [degrees]. The reference is the same method with weights 1 and without masks or extra
   terms (\\*: where that is not plain GRPO); of methods that have none it is plain GRPO. An angle below the **noise** of the batch, the
   angle between its gradient and the expected one, is hard to see in training.

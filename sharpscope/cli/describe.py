@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-import typer
 from typer import Argument, Option
 
 from sharpscope.cli.console import check_names
@@ -96,6 +95,24 @@ def methods(
     )
 
 
+def _columns(name: str) -> None:
+    """Print a table's columns with their units, types and definitions."""
+    import textwrap
+
+    from rich.console import Console
+
+    from sharpscope.traces import TABLES
+
+    console, table = Console(highlight=False), TABLES[name]
+    console.print(f"\n[bold]{name}[/]: a row is {table.row}, identified by {', '.join(table.key)}")
+    for column in table.columns:
+        when = "only with a probe or an option" if column.probe else "may be missing"
+        facts = [column.type, column.unit, when if column.probe or column.nullable else ""]
+        console.print(f"  [bold]{column.name}[/]  [dim]{', '.join(filter(None, facts))}[/]")
+        lines = textwrap.fill(column.definition, max(40, console.width - 6))
+        console.print(textwrap.indent(lines, " " * 6), markup=False)
+
+
 def config(
     topic: Annotated[
         str | None, Argument(help="tasks, columns, fork, or a part such as method.weight.")
@@ -121,10 +138,11 @@ def config(
     from sharpscope.settings import settings_of
 
     if topic == "columns":
-        from sharpscope.traces import TABLES, schema_markdown
+        from sharpscope.traces import TABLES
 
         check_names("config columns", table or [], TABLES)
-        typer.echo(schema_markdown(table or None), nl=False)
+        for name in table or TABLES:
+            _columns(name)
         return
     rows = list(settings_of(ForkSpec, "fork.") if topic == "fork" else settings_of(RunConfig))
     part = "task" if topic == "tasks" else topic

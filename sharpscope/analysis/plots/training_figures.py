@@ -355,9 +355,9 @@ def layer_steps(figure: Picture, frame: pd.DataFrame) -> None:
 LOG_COLUMNS = ("quantity", "log", "step", "value", "onset", "finding")
 
 
-def log_frame(file: Path) -> pd.DataFrame:
-    """A training log of five steps or more, as `sharpscope diagnose` reads it."""
-    found = diagnose(file)
+def log_frame(file: Path, run: str | None = None) -> pd.DataFrame:
+    """A training log of five steps or more, as `sharpscope diagnose` reads it (choice: `run`, of a file with several)."""
+    found = diagnose(file, run=run)
     begins = {f.began.quantity: (f.step, f.rule.title) for f in reversed(found.findings)}
     names = [name for name in found.log.frame if found.log.finite(str(name)).nunique() > 1]
     names = sorted(names, key=lambda name: begins.get(str(name), (np.inf, ""))[0])[:LOGGED]
