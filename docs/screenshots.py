@@ -6,6 +6,7 @@ saved by rich as SVG. `tests/test_examples.py` checks that the terminal output i
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -71,9 +72,10 @@ def main() -> None:
     """Write docs/images/."""
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "tokens.svg").write_text(terminal(), "utf-8")
-    with tempfile.TemporaryDirectory() as folder:
+    # the page names the folder as it is given
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):
         photograph(
-            analyze([RUN.parent], folder).page,
+            analyze("data/example", folder).page,
             IMAGES / "report-tokens.png",
             IMAGES / "report-curves.png",
         )

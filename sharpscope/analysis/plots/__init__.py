@@ -5,10 +5,8 @@
 Every figure returns its axes and the tidy frame that it shows, so that its numbers can be checked or drawn in another way.
 """
 
-from sharpscope.analysis.plots.method_figures import paired_dots, removal, rotation, rotation_map
 from sharpscope.analysis.plots.registry import PLOTS, Drawn, Plot, PlotsOf, all_figures, plot_named
 from sharpscope.analysis.plots.style import STYLES, WIDTHS, Picture, save, styled
-from sharpscope.analysis.plots.surface_figures import plane, slices, spectrum
 from sharpscope.analysis.plots.token_figures import (
     distribution,
     gradient_norm,
@@ -27,3 +25,10 @@ from sharpscope.analysis.plots.training_figures import (
     sharpness,
     trajectories,
 )
+
+# isort: split
+# Figures are listed in the order of these imports.
+from sharpscope.analysis.plots.surface_figures import plane, slices, spectrum
+
+# isort: split
+from sharpscope.analysis.plots.method_figures import paired_dots, removal, rotation, rotation_map
