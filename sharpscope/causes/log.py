@@ -202,7 +202,7 @@ def _reward_feature(frame: Frame) -> Facts | None:
     third = len(frame) // 3
     first, last = frame[parts].iloc[:third].mean(), frame[parts].iloc[-third:].mean()
     rising = [p for p in parts if last[p] > 2 * first[p] > 0]
-    falling = [p for p in parts if last[p] < first[p] / 2]
+    falling = [p for p in parts if first[p] > 0 and last[p] < first[p] / 2]
     if not rising or not falling:
         return None
     up, down = rising[0], falling[0]
