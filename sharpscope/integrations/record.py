@@ -36,11 +36,12 @@ from sharpscope.recording.measurements import ClippedUpdate
 from sharpscope.recording.observers import StepObserver
 from sharpscope.recording.recorded_model import dropout_of
 from sharpscope.recording.schedule import StepCost
+from sharpscope.tokens.optimizer_steps import unwrapped
 
 
 def record(
     model: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     out: str | Path = "runs/recorded",
     tokenizer: Any = None,
@@ -63,7 +64,7 @@ def record(
 
     Args:
         model: the trainer; or a causal language model of transformers, also wrapped in DDP or sharded by FSDP2.
-        optimizer: of the loop.
+        optimizer: of the loop; or several, all of which make their step in each update.
         out: folder of the run; where there is something already, `out`-2, -3, …. A trainer that resumes from a
             checkpoint continues the trace in it.
         tokenizer: of the loop.
@@ -109,18 +110,21 @@ def record(
                 f"rotation = {rotation.name!r}: has no token weights; give one such as grpo-sg"
             )
         options["rotate"] = rotation
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        wrong = f"{optimizer!r} is no optimizer; name the folder"
-        raise UserError(f"record: {wrong}: record(trainer, out={str(optimizer)!r})")
+    several = isinstance(optimizer, list | tuple)
+    optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
+    for each in optimizers if optimizer is not None else ():
+        if not isinstance(each, torch.optim.Optimizer):
+            wrong = f"{each!r} is no optimizer; name the folder"
+            raise UserError(f"record: {wrong}: record(trainer, out={str(each)!r})")
     if not isinstance(model, nn.Module):
         return _record_trainer(model, out, task, options | {"verdict_after": steps})
-    if optimizer is None or tokenizer is None:
+    if not optimizer or tokenizer is None:
         raise UserError(
             "record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)"
         )
     options |= {"temperature": temperature, "task": task or "loop"}
     return LoopRecorder(
-        model, optimizer, tokenizer, out, steps=steps, updates=updates_per_step, **options
+        model, optimizers, tokenizer, out, steps=steps, updates=updates_per_step, **options
     )
 
 
@@ -159,7 +163,7 @@ class LoopRecorder(Recorder):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         tokenizer: Any,
         out: str | Path,
         *,
@@ -168,7 +172,8 @@ class LoopRecorder(Recorder):
         **options: Any,
     ) -> None:
         self.period, self.cost = updates, StepCost(epochs=updates)
-        name, lr = f"loop with {type(optimizer).__name__}", float(optimizer.param_groups[0]["lr"])
+        kinds = " and ".join(type(unwrapped(optimizer)).__name__ for optimizer in optimizers)
+        name, lr = f"loop with {kinds}", float(optimizers[0].param_groups[0]["lr"])
         self.info = {
             "method": "loop",
             "notes": ["recorded from a training loop"],
@@ -180,7 +185,7 @@ class LoopRecorder(Recorder):
         # of this step: texts of a row, and how many had them before -> batch and row in it
         self._rows: dict[tuple[tuple[str, str], int], tuple[int, int]] = {}
         self._seen = Counter[tuple[str, str]]()  # how often the present update has used these texts
-        self.begin(optimizer, steps)
+        self.begin(*optimizers, steps=steps)
         self._closed = time.perf_counter()
         atexit.register(self._at_exit)
 
@@ -255,13 +260,20 @@ class LoopRecorder(Recorder):
 
     def _at_exit(self) -> None:
         """End the run with the error that has ended the process, if one has; an interactive session goes on after errors."""
-        self.close(None if hasattr(sys, "ps1") else getattr(sys, "last_value", None))
+        error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+        done = self.step_number - 1
+        if error is None and done < self.total:
+            # sys.exit leaves no error behind
+            reason = f"the process ended after {done} of {self.total} steps"
+            self.end(partial(self.stop, "interrupted", reason))
+        self.close(error)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
     def _tokens(
         self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]
     ) -> None:
+        self.drop_update()
         started = time.perf_counter()
         (n, length), width = ids.shape, mask.shape[1]
         if (
@@ -423,7 +435,7 @@ class LoopRecorder(Recorder):
 
         observer.critical(
             ClippedUpdate(
-                model=self.model, optimizer=self.optimizer, loss_fn=value, clip_factor=factor
+                model=self.model, optimizer=self.optimizers[0], loss_fn=value, clip_factor=factor
             )
         )
 

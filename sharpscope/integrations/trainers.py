@@ -156,11 +156,11 @@ class TrainerRecorder(Recorder):
     def start(self) -> None:
         """Begin the recording: the trainer knows the length of the training and has its optimizer."""
         trainer, accumulation = self.trainer, self.trainer.args.gradient_accumulation_steps
-        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        optimizer = trainer.optimizer
         steps = math.ceil(
             int(trainer.state.max_steps) * accumulation / max(self.period, accumulation)
         )
-        self.begin(optimizer, steps, int(trainer.state.global_step))
+        self.begin(optimizer, steps=steps, done_updates=int(trainer.state.global_step))
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         started = time.perf_counter()
@@ -221,7 +221,7 @@ class TrainerRecorder(Recorder):
             observer.critical(
                 ClippedUpdate(
                     model=self.model,
-                    optimizer=self.optimizer,
+                    optimizer=self.optimizers[0],
                     loss_fn=self.loss_again,
                     start=start,
                     clip_factor=self.capture.clip_factor if same else None,

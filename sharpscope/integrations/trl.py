@@ -77,6 +77,13 @@ def check_grpo(trainer: Any) -> None:
         warnings.warn(f"{type(trainer).__name__} overrides compute_loss; {text}", stacklevel=3)
 
 
+def own_loss(trainer: Any) -> bool:
+    """Whether a subclass has replaced the loss of GRPOTrainer, as GMPOTrainer does."""
+    from trl import GRPOTrainer
+
+    return type(trainer)._compute_loss is not GRPOTrainer._compute_loss
+
+
 def generate_every(trainer: Any) -> int:
     """Micro-steps that use one batch of completions."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
@@ -120,6 +127,12 @@ class GrpoRecorder(TrainerRecorder):
         whole &= distributed.world_size() == 1
         self._can_read_loss = whole and not args.torch_compile and not dropout_of(trainer.model)
         self._reads_loss = False
+        if own_loss(trainer):
+            # what clips, and where, is its own matter
+            self.given = self.given - {"old_logp"}
+            notes.append(
+                f"{type(trainer).__name__} has a loss of its own: ratio and clipped are unknown"
+            )
         options |= {"temperature": float(trainer.temperature), "beta": float(trainer.beta)}
         super().__init__(trainer, out, loss, notes, critical=0 if held else critical, **options)
 

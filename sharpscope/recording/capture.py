@@ -87,6 +87,7 @@ class StepCapture:
     averaged: bool = True  # whether gradients are means over the processes; else they are sums
     micro: int = 0
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_PARTS, 0.0))
+    complete: bool = False  # whether the present update's gradient is
     # of the present update: loss, norm of its gradient and what clipping multiplies it by
     loss: float = math.nan
     norm: float = math.nan
@@ -288,7 +289,20 @@ class StepCapture:
         if not result.skipped:
             for use in self.pending:
                 self.batch(use.serial).tokens.count(use.rows, use.tokens)
-        self.pending, self.losses, self.rotation = [], [], None
+        self._end_update()
+
+    def drop_pending(self) -> None:
+        """Forget the present update, which was not made."""
+        index = len(self.updates)
+        for use in self.pending:
+            tokens = self.batch(use.serial).tokens
+            here = tokens.update[use.rows]
+            tokens.update[use.rows] = torch.where(here == index, -1, here)
+        self.again = [each for each in self.again if each[0] != index]
+        self._end_update()
+
+    def _end_update(self) -> None:
+        self.pending, self.losses, self.rotation, self.complete = [], [], None, False
 
     def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
         """Columns of the table `uses` without `step`; None if no token was used twice."""
@@ -341,6 +355,8 @@ def sequences_of(
     prompts, completions, flags, columns = [], [], [], []
     for row in order.tolist():
         kept = present[row].nonzero()[:, 0]
+        if len(kept) < 2:  # an empty text: two places of which none is in the loss
+            kept = torch.zeros(2, dtype=torch.long, device=ids.device)
         loss = counted[row, kept].tolist()
         if loss[0] and int(kept[0]) > 0:
             wrong = "the first token of a left-padded row is in the loss, predicted from padding"

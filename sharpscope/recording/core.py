@@ -47,7 +47,7 @@ from sharpscope.recording.checks import (
     measured_columns,
     written_rows,
 )
-from sharpscope.recording.guard import Guard, T, reason_of, warn_stopped
+from sharpscope.recording.guard import Guard, T, reason_of, say, warn_stopped
 from sharpscope.recording.health import Quantities, StepHealth
 from sharpscope.recording.live import (
     LiveCheck,
@@ -60,6 +60,7 @@ from sharpscope.recording.norms import (
     clip_factor,
     gradient_norm,
     gradient_norms,
+    has_exact_steps,
     layer_groups,
     norms,
     update_norms,
@@ -71,7 +72,7 @@ from sharpscope.recording.recorded_model import (
     original_forward,
     statistics_of,
 )
-from sharpscope.recording.recorded_run import RecordedRun, say
+from sharpscope.recording.recorded_run import RecordedRun
 from sharpscope.recording.rows import steps_row, written_groups
 from sharpscope.recording.run_folder import note, peak_memory_bytes, run_info
 from sharpscope.recording.schedule import StepCost, measurement_plan
@@ -89,7 +90,7 @@ from sharpscope.rules.judging import Event
 from sharpscope.settings import validate
 from sharpscope.tasks import Example, Reward
 from sharpscope.tokens import Clip
-from sharpscope.tokens.optimizer_steps import batch_share
+from sharpscope.tokens.optimizer_steps import batch_share, unwrapped
 from sharpscope.traces.files import read_run_info
 
 _CONFIG: dict[str, Any] = {  # what readers use of a configuration
@@ -158,7 +159,7 @@ class Recorder(Guard):
         self._hooks = list[Any]()
         check_on_finding(on_finding)
         self.on_finding, self.live = on_finding, cast(LiveCheck | None, None)
-        self.optimizer: Any = None
+        self.optimizers: list[torch.optim.Optimizer] = []
         self.run = RecordedRun(Path(out), self.identity())
         check_writable(self.run.out)
 
@@ -224,15 +225,12 @@ class Recorder(Guard):
 
     # -- beginning and end ----------------------------------------------------------------------------------------------
 
-    def begin(self, optimizer: Any, steps: int, done_updates: int = 0) -> None:
-        """Create the run's folder, or go on in it after `done_updates` updates, and follow the optimizer."""
-        self.optimizer = optimizer
-        # FSDP2 has replaced them
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self._groups = layer_groups(self.model)
-        self._adam = isinstance(optimizer, torch.optim.AdamW) and not any(
-            g["amsgrad"] for g in optimizer.param_groups
-        )
+    def begin(self, *optimizers: torch.optim.Optimizer, steps: int, done_updates: int = 0) -> None:
+        """Create the run's folder, or go on in it after `done_updates` updates, and follow the optimizers."""
+        self.optimizers = [unwrapped(optimizer) for optimizer in optimizers]
+        self._find_parameters()  # FSDP2 has replaced them
+        self._stepped = 0  # optimizers that have made their step of the present update
+        self._update_started: float | None = None
         self.config, self.total = self.settings(steps), steps
         first_forward(self.model)
         opened = self.run.open(self._run_info(), self.policy.tokenizer, done_updates)
@@ -256,20 +254,45 @@ class Recorder(Guard):
         config["optimizer"]["lr"] = self._lr or config["optimizer"]["lr"]
         model = {"policy": {"model": self.policy.source, "dtype": dtype}}
         note(self.run_dir, status="running", config=config | model)
-        view = ModelView(self.model, self.parameters, optimizer)
+        view = ModelView(self.model, self.parameters, self.optimizers[0])
         self.observers = Observers(self.config, self.policy, lambda: view)
         self._choose_places(steps)
         self._observed: list[StepObserver] = []
         if active := dropout_of(self.model):
             text = f"{active} is active: statistics, norms and shares are those of the model without dropout"
             self.warn_once("dropout", "info", text)
+        self._name_unheld()
         Recorder.unhook(self)
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self.together(self.before_update)),
-            optimizer.register_step_post_hook(lambda *_: self._updated()),
-        ]
+        for optimizer in self.optimizers:
+            before = optimizer.register_step_pre_hook(lambda *_: self._before_step())
+            self._hooks += [
+                before,
+                optimizer.register_step_post_hook(lambda *_: self._after_step()),
+            ]
         self._watch()
         self.recording = True
+
+    def _find_parameters(self) -> None:
+        """Take the model's trainable parameters, which a training may unfreeze on the way."""
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._groups = layer_groups(self.model)
+
+    def _name_unheld(self) -> None:
+        """Report trainable parameters that no optimizer holds, whose gradients make no update."""
+        held = {id(p) for each in self.optimizers for g in each.param_groups for p in g["params"]}
+        names = [
+            n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in held
+        ]
+        if names:
+            text = f"{len(names)} trainable parameters are in no optimizer that was given ({names[0]}, …)"
+            self.warn_once(
+                "unheld", "warning", f"{text}; their gradients count in norms and shares"
+            )
+
+    def _before_step(self) -> None:
+        """An optimizer is about to make its step."""
+        if self._stepped == 0:
+            self.together(self.before_update)
 
     def _watch(self) -> None:
         """Check identities while the training goes on, where `on_finding` asks for it."""
@@ -295,9 +318,11 @@ class Recorder(Guard):
             self.event("cause", "warning", cause.sentence)
         self.live.speak(causes)
 
-    def _updated(self) -> None:
-        """The optimizer has made its step; where a finding ends the training, this does."""
-        self.together(self.after_update)
+    def _after_step(self) -> None:
+        """An optimizer has made its step; the update is made by all of them. Where a finding ends the training, this does."""
+        self._stepped = (self._stepped + 1) % len(self.optimizers)
+        if self._stepped == 0:
+            self.together(self.after_update)
         if self.live is not None and self.live.stopping and self.recording:
             self.halt(next(iter(self.live.found.values())).sentence)
 
@@ -423,6 +448,8 @@ class Recorder(Guard):
     def gradient_done(self) -> None:
         """Run the measurements that are due; the gradient of an update is complete and not clipped."""
         started, step = time.perf_counter(), self.capture
+        if sum(p.requires_grad for p in self.model.parameters()) != len(self.parameters):
+            self._find_parameters()
         step.collect(self.policy.device)
         if not step.pending:
             text = "the update's loss is made of none of the log-probabilities that are hooked: its class computes it in another way"
@@ -430,6 +457,7 @@ class Recorder(Guard):
                 f"{text}, which cannot be recorded; a loop gives tokens() the tensor of its loss"
             )
         step.keep_first_use()
+        step.complete = True
         step.loss = math.fsum(map(float, step.losses)) if step.losses else math.nan
         found = gradient_norms(self.parameters, self._groups)
         step.norm, step.layers = found.total, found.layers
@@ -522,6 +550,10 @@ class Recorder(Guard):
         step = self.capture
         if not step.pending:
             return
+        if not step.complete:
+            raise UserError(
+                "optimizer.step() came without recorder.step(loss) between it and backward()"
+            )
         started = time.perf_counter()
         # the loop's clipping is not known
         if self.max_grad_norm is None and step.norm > 0 and math.isfinite(step.norm):
@@ -531,12 +563,13 @@ class Recorder(Guard):
                 text = "effects are left out where the loop clips; tell record its max_grad_norm"
                 self.warn_once("effects", "info", text)
         due = not step.updates and self.observers.critical_due(self.step_number)
-        if due and math.isfinite(step.norm):
+        if due and math.isfinite(step.norm) and len(self.optimizers) == 1:
             self.observe_update(self._observed[-1])
         step.seconds["recording_s"] += time.perf_counter() - started
         self._update_started = time.perf_counter()
-        self._lr = float(self.optimizer.param_groups[0]["lr"])
-        self._weights_before = None if self._adam else [p.detach().clone() for p in self.parameters]
+        self._lr = float(self.optimizers[0].param_groups[0]["lr"])
+        exact = len(self.optimizers) == 1 and has_exact_steps(self.optimizers[0])
+        self._weights_before = None if exact else [p.detach().clone() for p in self.parameters]
 
     def after_update(self) -> None:
         """The optimizer has made its step; gradients are not cleared."""
@@ -544,12 +577,20 @@ class Recorder(Guard):
         if not step.pending:
             return
         done = time.perf_counter()
+        if self._update_started is None:
+            raise UserError(
+                "optimizer.step(closure) computes the gradient within the step; compute it before, and call step()"
+            )
         step.seconds["training_s"] += done - self._update_started
+        self._update_started = None
         if self._weights_before is None:
-            moved = update_norms(self.optimizer, self._groups)
+            moved = update_norms(self.optimizers[0], self._groups)
         else:
             pairs = zip(self.parameters, self._weights_before, strict=True)
             moved = norms(((p, p.detach() - kept) for p, kept in pairs), self._groups)
+        if not math.isfinite(moved.total):
+            text = "an update made model weights that are not finite; lower the learning rate"
+            self.warn_once("non_finite", "error", text, moved.total)
         step.record_update(
             UpdateResult(
                 loss=step.loss,
@@ -562,7 +603,9 @@ class Recorder(Guard):
                 summary=step.pending_tokens().summary(),
                 rotation=step.rotation,
                 layers=(step.layers, moved.layers),
-                batch_share=batch_share(self.optimizer),
+                batch_share=batch_share(self.optimizers[0])
+                if len(self.optimizers) == 1
+                else math.nan,
             )
         )
         half = self.model.dtype == torch.float16 and "not_finite" not in self._reported
@@ -572,6 +615,23 @@ class Recorder(Guard):
         step.seconds["recording_s"] += time.perf_counter() - done
         if step.micro % self.period == 0:
             self.close_step()
+
+    def drop_update(self) -> None:
+        """Forget the tokens of an update whose gradient was complete and that the optimizer did not make."""
+        step = self.capture
+        if not (step.pending and step.complete):
+            return
+        step.drop_pending()
+        self._observed.pop()
+        text = (
+            "an update was not made: its gradient was complete, and optimizer.step() did not come"
+        )
+        self.event("skipped_update", "warning", f"{text} (a guard, or an overflow of a GradScaler)")
+        if step.micro % self.period == 0:
+            if step.updates:
+                self.close_step()
+            else:
+                self.capture, self._observed = StepCapture(), []
 
     # -- writing a step ------------------------------------------------------------------------------------------------
 

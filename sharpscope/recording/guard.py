@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -88,4 +89,14 @@ def ended_by(error: BaseException) -> tuple[str, str]:
 def warn_stopped(step: int, error: Exception) -> None:
     """Warn that recording has ended at a step."""
     text = f"sharpscope stopped recording at step {step} ({reason_of(error)}); the training goes on as without it"
-    warnings.warn(text, stacklevel=2)
+    try:
+        warnings.warn(text, stacklevel=2)
+    except UserWarning:  # where warnings are errors, which must not end the training
+        say(text)
+
+
+def say(text: str) -> None:
+    """Print a line to standard error, in the first process; where there is none, nothing."""
+    if distributed.is_rank_zero() and sys.stderr is not None:
+        with suppress(OSError, ValueError):  # closed
+            sys.stderr.write(f"sharpscope: {text}\n")

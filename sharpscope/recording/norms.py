@@ -36,13 +36,17 @@ def layer_groups(model: nn.Module) -> dict[int, str]:
 
 
 def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, str]) -> Norms:
-    """Norms of (parameter, part) pairs, a part being its gradient or its change; without groups only the total."""
+    """Norms of (parameter, part) pairs, a part being its gradient or its change; without groups only the total.
+
+    With groups, parameters of none are left out: those that an optimizer has besides the model's.
+    """
     owners: list[int] = []
 
     def each() -> Iterator[Tensor | None]:
         for parameter, part in parts:
-            owners.append(id(parameter))
-            yield part
+            if not groups or id(parameter) in groups:
+                owners.append(id(parameter))
+                yield part
 
     found, layers = squares(each()), dict.fromkeys(groups.values(), 0.0)
     for owner, square in zip(owners, found, strict=True):
@@ -86,6 +90,16 @@ def gradient_norm(parameters: Iterable[Tensor]) -> float:
 def gradient_norms(parameters: Iterable[Tensor], groups: Mapping[int, str]) -> Norms:
     """Norms of `.grad`; parameters without a gradient count 0."""
     return norms(((p, p.grad) for p in parameters), groups)
+
+
+def has_exact_steps(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `update_norms` gives the size of its steps: AdamW's, on weights that do not round small changes away."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    return (
+        isinstance(optimizer, torch.optim.AdamW)
+        and not any(group["amsgrad"] for group in optimizer.param_groups)
+        and all(p.dtype in (torch.float32, torch.float64) for p in weights)
+    )
 
 
 @torch.no_grad()

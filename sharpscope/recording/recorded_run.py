@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -121,10 +120,3 @@ class RecordedRun:
         finally:
             seconds = round(time.perf_counter() - self._started, 3)
             note(self.folder, finished=now(), seconds=seconds, **entries)
-
-
-def say(text: str) -> None:
-    """Print a line to standard error, in the first process; where there is none, nothing."""
-    if distributed.is_rank_zero() and sys.stderr is not None:
-        with suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"sharpscope: {text}\n")
