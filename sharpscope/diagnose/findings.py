@@ -363,6 +363,8 @@ def _finding(
     values = stretch.measured[stretch.first : stretch.last + 1]
     severity = rule.level(float(np.nanmax(values)), outcome)
     passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
+    if rule.name == "non_finite":
+        passed = _skipped_updates(stretch, history)
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
     change, measured = _evidence(rule, stretch, history, steps)
@@ -381,6 +383,16 @@ def _finding(
     )
 
 
+def _skipped_updates(stretch: _Stretch, history: History) -> bool:
+    """Whether only a few gradients were not finite, and later ones are: a loss scaler leaves out such updates, and nothing is lost."""
+    others = (name for name in RULES["non_finite"].quantities if name != "grad_norm")
+    clean = not any(np.isinf(history[name]).any() for name in others if name in history)
+    norms = history.get("grad_norm", np.empty(0))
+    known = norms[~np.isnan(norms)]
+    few = stretch.count <= max(3, len(known) // 10)
+    return clean and few and len(known) > 3 and bool(np.isfinite(known[-3:]).all())
+
+
 def _evidence(
     rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray
 ) -> tuple[str, str]:
@@ -388,7 +400,8 @@ def _evidence(
     began = stretch.began
     quantity, values = BY_NAME[began.quantity], history[began.quantity]
     if rule.name == "non_finite":
-        return f"{quantity.title} is not a finite number", ""
+        rows = "1 row" if stretch.count == 1 else f"{stretch.count} rows"
+        return f"{quantity.title} is not a finite number in {rows}", ""
     known = np.isfinite(values)
     inside = values[known & (steps >= began.step) & (steps <= steps[stretch.last])]
     unit = f" {quantity.unit}" if quantity.unit else ""

@@ -124,7 +124,8 @@ _RULES = (
         statistic="values of the step that are not finite",
         meaning=(
             "a low-precision format overflowed, a ratio of probabilities exploded, or a loss was "
-            "over no token"
+            "over no token; single gradients between finite ones are updates that a loss scaler "
+            "leaves out, which does no harm"
         ),
         advice=(
             "lower {lr}{lr_value}, clip the gradient norm, compute log-probabilities in float32, "

@@ -26,7 +26,7 @@ RIGHT: dict[str, tuple[str, int | None]] = {  # file -> its first sentence, and 
     "gradient-zero-but-groups-differ.jsonl": ("The gradient is zero although rewards differ", 1),
     "eval-reward-scale.json": (NOTHING, None),
     "kl-from-step-1.json": ("", None),
-    "order-without-change.jsonl": ("A number stopped being finite", 14),
+    "order-without-change.jsonl": ("Completions are cut", 1),
     "flat-reward-no-entropy.json": ("Reward has not moved", None),
     "gradient-1e10.jsonl": ("The gradient norm keeps growing", 7),
     "trl-sequence-ratio.json": (NOTHING, None),
@@ -194,6 +194,29 @@ def test_a_guess_is_told_and_undone(tmp_path):
     rows = [row | {"entropy_loss": -0.5} for row in rows]
     log = read_log(write_rows(rows, tmp_path / "negative.jsonl"))
     assert "entropy" not in log.frame and any("entropy_loss" in note for note in log.notes)
+
+
+def test_gradients_that_a_loss_scaler_left_out_are_no_disaster(tmp_path):
+    """A training on preferences in half precision: the first gradients and one more are NaN, and it learns."""
+    rows = [
+        {
+            "step": n,
+            "loss": 0.7 * 0.97**n,
+            "learning_rate": 5e-5,
+            "grad_norm": float("nan") if n in (1, 2, 18) else 10.0 + n % 3,
+            "rewards/chosen": 0.01 * n,
+            "rewards/rejected": -0.02 * n,
+            "rewards/margins": 0.03 * n,
+            "rewards/accuracies": min(1.0, 0.5 + n / 100),
+        }
+        for n in range(1, 76)
+    ]
+    (first,) = diagnose(write_rows(rows, tmp_path / "trainer_state.json")).findings
+    assert (first.rule.name, first.severity, first.step) == ("non_finite", "warning", 1)
+    assert "in 3 rows" in first.change and "loss scaler" in first.rule.meaning
+    rows[40]["loss"] = float("nan")
+    (first,) = diagnose(write_rows(rows, tmp_path / "trainer_state.json")).findings
+    assert first.severity == "critical"
 
 
 def test_the_rows_of_variants_are_those_of_the_files():
