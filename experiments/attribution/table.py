@@ -110,7 +110,9 @@ def _cell(ranks: pd.DataFrame, outcome: str, score: str) -> str:
             halves.append(1.96 * values.std() / np.sqrt(len(values)) if len(values) > 1 else np.nan)
     if not means:
         return "–"
-    return " / ".join(means) + f" (± {np.nanmax(halves):.2f})" * bool(np.isfinite(halves).any())
+    if not np.isfinite(halves).any():
+        return " / ".join(means)
+    return " / ".join(means) + f" (± {np.nanmax(halves):.2f})"
 
 
 def _change(values: pd.Series) -> str:
