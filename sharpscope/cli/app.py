@@ -13,7 +13,16 @@ from typer import Option
 from typer.core import TyperGroup
 
 from sharpscope import __version__
-from sharpscope.cli import describe, exchanging, forking, inspecting, probing, running, studying
+from sharpscope.cli import (
+    comparing,
+    describe,
+    exchanging,
+    forking,
+    inspecting,
+    probing,
+    running,
+    studying,
+)
 from sharpscope.cli.console import printable
 from sharpscope.errors import UserError
 
@@ -33,6 +42,7 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Measure a model or a method": {
         "probe": probing.probe,
+        "compare": comparing.compare,
         "rotate": forking.rotate,
         "fork": forking.fork,
         "eval": running.evaluate,
@@ -47,7 +57,6 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
 REPLACED = {
     "watch": "sharpscope show RUN --watch",
     "spikes": "sharpscope tokens RUN --spikes",
-    "compare": "sharpscope show RUN RUN",
     "report": "sharpscope analyze RUNS",
     "figures": "sharpscope analyze RUNS",
     "claims": "sharpscope study claims RUNS",

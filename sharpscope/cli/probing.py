@@ -20,9 +20,10 @@ from sharpscope.cli.console import (
 
 if TYPE_CHECKING:
     import pandas as pd
+    from torch import Tensor, nn
 
     from sharpscope.config.run import ProbesSpec
-    from sharpscope.surface import Measured
+    from sharpscope.surface import Measured, ProbeBatch
 
 Found = Iterator[tuple[str, int, "Measured"]]
 """Label of the checkpoint, its step (0 for a model), and what was measured."""
@@ -58,8 +59,12 @@ def probe(
         bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")
     ] = False,
     backend: Annotated[
-        str, Option(help="Eigenvalues and trace by lanczos, or by pyhessian.")
+        str, Option(help="Eigenvalues and trace by lanczos, pyhessian or curvlinops.")
     ] = "lanczos",
+    pictures: Annotated[
+        bool,
+        Option("--pictures", help="Also write tables of the spectrum, of slices and of a plane."),
+    ] = False,
     force: Annotated[
         bool, Option("--force", help="Accept a checkpoint that does not fit.")
     ] = False,
@@ -131,14 +136,66 @@ def probe(
             raise UserError(text)
     out = out or free_name("probe" if run is None else f"{run}-probe")
     check_free(out)
+    drawn = Pictures(spec, out) if pictures else None
     if run is not None:
-        found = _checkpoints(run, spec, all_checkpoints, backend, fixed="rho" in values)
+        found = _checkpoints(run, spec, all_checkpoints, backend, drawn, fixed="rho" in values)
     else:
-        found = _models(model or [], data, spec, backend)
+        found = _models(model or [], data, spec, backend, drawn)
     _report(found, out, json)
 
 
-def _models(models: Sequence[str], data: Path | None, spec: ProbesSpec, backend: str) -> Found:
+def short_names(models: Sequence[str]) -> list[str]:
+    """What models are called in tables: the last parts of their paths, as many as tell them apart."""
+    parts = [Path(model).parts if "/" in model else (model,) for model in models]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(one[-count:]) for one in parts]
+        if len(set(names)) == len(set(models)):
+            return names
+    return list(models)
+
+
+class Pictures:
+    """Tables for pictures of the first loss of each checkpoint's first batch, written as Parquet files."""
+
+    def __init__(self, spec: ProbesSpec, out: Path) -> None:
+        self.spec, self.out = spec, out
+        self._tables: dict[str, list[pd.DataFrame]] = {}
+
+    def add(
+        self,
+        label: str,
+        model: nn.Module,
+        batch: ProbeBatch,
+        rho: float,
+        path: Tensor | None = None,
+    ) -> None:
+        """Measure a model, and write the tables so far with a column `checkpoint`."""
+        import pandas as pd
+        import torch
+
+        from sharpscope.surface import limited_surface
+        from sharpscope.surface.pictures import tables
+
+        spec, objective = self.spec, batch.objectives[0]
+        with limited_surface(model, objective, spec) as surface:
+            prompts = torch.tensor(objective.batch.prompts)
+            few = surface.prompts(prompts < (spec.curvature_prompts or len(prompts)))
+            probes = spec.density_probes or 4
+            made = tables(few, rho=rho, seed=SEED, density_probes=probes, path=path)
+        self.out.mkdir(parents=True, exist_ok=True)
+        for name, table in made.items():
+            rows = self._tables.setdefault(name, [])
+            rows.append(table.assign(checkpoint=label, probe_set=batch.name))
+            pd.concat(rows, ignore_index=True).to_parquet(self.out / f"{name}.parquet", index=False)
+
+
+def _models(
+    models: Sequence[str],
+    data: Path | None,
+    spec: ProbesSpec,
+    backend: str,
+    pictures: Pictures | None,
+) -> Found:
     """Probe models on a file of texts, all at the radius of the first."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.run_folder import set_threads
@@ -147,15 +204,25 @@ def _models(models: Sequence[str], data: Path | None, spec: ProbesSpec, backend:
     assert data is not None
     set_threads(None, models[0])
     rows, radius = read_rows(data), None
-    for model in models:
+    for model, name in zip(models, short_names(models), strict=True):
         policy = load_policy(PolicySpec(model=model))
         batches = text_batches(policy, rows, spec.functionals, seed=SEED, label=data.stem)
         for measured in run(policy.model, batches, spec, radius=radius, backend=backend):  # type: ignore[arg-type]
             radius = measured.radius
-            yield model, 0, measured
+            yield name, 0, measured
+        if pictures is not None and radius is not None:
+            pictures.add(name, policy.model, batches[0], radius.rho)
 
 
-def _checkpoints(folder: Path, spec: ProbesSpec, every: bool, backend: str, fixed: bool) -> Found:
+def _checkpoints(
+    folder: Path,
+    spec: ProbesSpec,
+    every: bool,
+    backend: str,
+    pictures: Pictures | None,
+    *,
+    fixed: bool,
+) -> Found:
     """Probe a run's checkpoints on its probe set, at the run's radius unless one is `fixed`."""
     from sharpscope.config import read_recorded
     from sharpscope.errors import UserError
@@ -163,9 +230,11 @@ def _checkpoints(folder: Path, spec: ProbesSpec, every: bool, backend: str, fixe
     from sharpscope.recording.probe_sets import Drawer, run_probe_set
     from sharpscope.recording.run_folder import set_threads
     from sharpscope.surface import Radius, probe_set_batches, run
+    from sharpscope.surface.weights import parameter_change
     from sharpscope.tasks import make_task
     from sharpscope.traces import read_run_info
-    from sharpscope.training.checkpoint import checkpoints, step_of
+    from sharpscope.training.checkpoint import checkpoints, restore, step_of
+    from sharpscope.training.learner import build_optimizer
 
     saved = checkpoints(folder)
     if not saved:
@@ -187,10 +256,34 @@ def _checkpoints(folder: Path, spec: ProbesSpec, every: bool, backend: str, fixe
         batches = probe_set_batches(
             probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED
         )
-        step = step_of(checkpoint)
-        for measured in run(policy.model, batches, spec, radius=radius, backend=backend):  # type: ignore[arg-type]
+        step, optimizer = step_of(checkpoint), None
+        if spec.preconditioned:
+            optimizer = build_optimizer(policy.model, config.optimizer)
+            restore(checkpoint, policy, optimizer)
+        first: list[ProbeBatch] = []
+        found = run(
+            policy.model,
+            _keeping(batches, first),
+            spec,
+            radius=radius,
+            backend=backend,  # type: ignore[arg-type]
+            optimizer=optimizer,
+        )
+        for measured in found:
             radius = measured.radius
             yield f"step {step}", step, measured
+        if pictures is not None and radius is not None:
+            start = load_policy(config.policy).model
+            path = parameter_change(start, policy.model)
+            pictures.add(f"step {step}", policy.model, first[0], radius.rho, path)
+
+
+def _keeping(batches: Iterator[ProbeBatch], first: list[ProbeBatch]) -> Iterator[ProbeBatch]:
+    """The batches as they are drawn, the first of which is added to `first`."""
+    for batch in batches:
+        if not first:
+            first.append(batch)
+        yield batch
 
 
 def _replay(

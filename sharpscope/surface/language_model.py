@@ -398,6 +398,11 @@ class LmSurface(Surface):
         """Log-probabilities of some rows with graph, (n, width) float64 [nats], 0 outside the scored tokens."""
         return self._logp(index)
 
+    def log_softmax(self, index: Tensor) -> Tensor:
+        """The log-probabilities of the whole vocabulary before each scored token of some rows, (M, V) [nats]."""
+        states, _, _ = self._states(index)
+        return torch.log_softmax(self._head.logits(states) / self.objective.temperature, -1)
+
     def _logp(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens; `twice` differentiable or once."""
         states, targets, scored = self._states(index)

@@ -20,6 +20,7 @@ from sharpscope.policy.directions import length
 from sharpscope.surface.algorithms import Density
 from sharpscope.surface.language_model import LmSurface
 from sharpscope.surface.operators import flatten
+from sharpscope.surface.spectrum import curvature
 from sharpscope.surface.surface import moved
 
 if TYPE_CHECKING:
@@ -135,6 +136,39 @@ def plane(
             loss = _mean("loss", "std_error", surface.by_prompt())
         rows.append({"first": x, "second": y, "kind": kind, **loss})
     return pd.DataFrame(rows).assign(**_labels(surface))
+
+
+def tables(
+    surface: LmSurface,
+    *,
+    rho: float,
+    seed: int,
+    density_probes: int = 4,
+    path: Tensor | None = None,
+) -> dict[str, pd.DataFrame]:
+    """The tables `spectrum`, `slices` and `plane` of a surface, by name.
+
+    Slices are along the gradient, the eigenvector of the largest eigenvalue, a random direction and, with `path` (P,), what training
+    has changed so far, up to twice the radius `rho`; the plane is that of the last two, or of the first two without a path.
+    """
+    found = curvature(surface, None, seed, trace_probes=0, density_probes=density_probes)
+    along = {"gradient": surface.gradient()[1], "top eigenvector": found.vectors[0]}
+    if path is not None and length(path) > 0:
+        along["training"] = path
+    directions = {name: direction(vector, path) for name, vector in along.items()}
+    directions["random"] = random_direction(surface, seed, path)
+    names = ("training", "random") if "training" in directions else ("top eigenvector", "gradient")
+    reach = 2 * rho
+    if path is not None:
+        reach = max(reach, length(path))
+    pair, steps = [directions[name] for name in names], [] if path is None else [path]
+    made = {
+        "slices": slices(surface, directions, reach=reach),
+        "plane": plane(surface, *pair, reach=reach, path=steps).assign(axes=" and ".join(names)),
+    }
+    if found.density is not None:
+        made["spectrum"] = spectrum_table(found.density, surface)
+    return made
 
 
 def token_directions(surface: LmSurface, count: int) -> tuple[pd.DataFrame, list[Tensor]]:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sharpscope.config.run import Backend, ObjectiveName, ProbesSpec, SharpnessKind
+from sharpscope.config.run import (
+    Backend,
+    ObjectiveName,
+    OperatorName,
+    ProbesSpec,
+    SharpnessKind,
+)
 from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.policy import render_prompts
 from sharpscope.policy.directions import length
@@ -31,7 +37,9 @@ from sharpscope.surface.language_model import (
     completion_batch,
     lm_surface,
     rollout_batch,
+    select_parameters,
 )
+from sharpscope.surface.operators import adam_scale, threshold
 from sharpscope.surface.perturbation import (
     Radius,
     average_sharpness,
@@ -77,6 +85,7 @@ def run(
     *,
     radius: Radius | None = None,
     backend: Backend = "lanczos",
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Iterator[Measured]:
     """Probe a model's loss surface on each batch; results are yielded as they are found.
 
@@ -88,11 +97,14 @@ def run(
         spec: probes to run and their memory limits.
         radius: of the perturbations, such as that of an earlier probe; None: by `choose_radius` on the first batch.
         backend: of `curvature`.
+        optimizer: AdamW with the moments that `preconditioned` means.
 
     Raises:
         CheckError: the probed loss differs from the model's own (see `lm_surface`).
         UserError: the model or a batch cannot be probed.
     """
+    for selection in spec.parameters:
+        select_parameters(model, selection)  # an unknown name is an error before anything expensive
     for batch in batches:
         labels = {"probe_set": batch.name}
         if batch.objectives and radius is None and spec.kinds:
@@ -105,7 +117,9 @@ def run(
             with limited_surface(model, objective, spec) as surface:
                 loss, gradient, base = surface.gradient_by_prompt()
                 rho = math.nan if radius is None else radius.rho
-                point = Point(surface, spec, batch.seed, (loss, gradient), base, rho, backend)
+                point = Point(
+                    surface, spec, batch.seed, (loss, gradient), base, rho, backend, optimizer
+                )
                 for probe in PROBES.values():
                     for rows in probe(point):
                         counted = [replace(row, prompts=row.prompts or len(base)) for row in rows]
@@ -147,6 +161,7 @@ class Point:
     base: Tensor  # (k,) the loss by prompt
     rho: float  # radius of perturbations; NaN if none was found
     backend: Backend  # of eigenvalues and trace
+    optimizer: torch.optim.Optimizer | None = None  # with the moments of `preconditioned`
 
 
 def _losses(point: Point) -> Iterator[list[Estimate]]:
@@ -176,15 +191,21 @@ def _perturbations(point: Point) -> Iterator[list[Estimate]]:
 
 
 def _curvatures(point: Point) -> Iterator[list[Estimate]]:
-    """Eigenvalues and trace of the Hessian on the first prompts."""
+    """Eigenvalues, trace and density of the operators on the first prompts, for each selection of parameters."""
     spec, objective = point.spec, point.surface.objective
     if not spec.curvature_prompts:
         return
     few = point.surface.prompts(torch.tensor(objective.batch.prompts) < spec.curvature_prompts)
+    prompts = len(few.objective.prompt_weight)
 
-    def measure() -> list[Estimate]:
-        return curvature(
-            few,
+    def measure(surface: LmSurface, operator: OperatorName, moments: bool) -> list[Estimate]:
+        scale = None
+        if moments:
+            if point.optimizer is None:
+                raise UserError("preconditioned: needs the moments of a run's checkpoint")
+            scale = adam_scale(point.optimizer, surface.parameters)
+        found = curvature(
+            surface,
             None,
             point.seed,
             top=TOP,
@@ -195,10 +216,23 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
             memory_mb=spec.memory_mb,
             check=spec.check,
             by_prompt=True,
+            operator=operator,
+            scale=scale,
+            density_probes=spec.density_probes,
         ).estimates()
+        if moments and point.optimizer is not None:
+            limit = Estimate("curvature", "adamw.threshold", threshold(point.optimizer))
+            found.append(limit)
+        return found
 
-    prompts = len(few.objective.prompt_weight)
-    yield labeled(attempted("curvature", "largest", measure), prompts=prompts)
+    for selection in spec.parameters:
+        surface = few if selection == "all" else few.restricted(selection)
+        wanted: list[tuple[OperatorName, bool]] = [(name, False) for name in spec.operators]
+        if spec.preconditioned:
+            wanted.append(("hessian", True))
+        for operator, moments in wanted:
+            rows = attempted("curvature", "largest", partial(measure, surface, operator, moments))
+            yield labeled(rows, prompts=prompts, parameters=selection)
 
 
 PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {

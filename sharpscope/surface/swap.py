@@ -1,0 +1,153 @@
+"""The swap test: how much of a tuned model's gain comes from the few positions where it differs most (arXiv 2603.22446)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sharpscope.config.run import SamplingSpec
+from sharpscope.errors import UserError
+from sharpscope.policy import Policy, render_prompts
+from sharpscope.policy.decoding import as_text, completion_uniforms, draw
+from sharpscope.tasks import Example, InteractiveTask, Task
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SHARES = (0.01, 0.04, 0.16)
+"""Shares of the positions that are sampled from the tuned model."""
+
+Choice = Callable[[Tensor], Tensor]
+"""JS divergences (n,) of the next tokens → which of them are drawn from the tuned model, (n,) bool."""
+
+
+def js_divergence(first: Tensor, second: Tensor) -> Tensor:
+    """Jensen–Shannon divergence (...,) [nats], at most ln 2, of log-probabilities (..., V) of two distributions."""
+    middle = torch.logaddexp(first, second) - math.log(2)
+    parts = [(p.exp() * (p - middle)).nan_to_num(0.0).sum(-1) for p in (first, second)]
+    return ((parts[0] + parts[1]) / 2).clamp_min(0.0)
+
+
+def swap_test(
+    base: Policy,
+    tuned: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    spec: SamplingSpec,
+    *,
+    samples: int = 1,
+    seed: int = 0,
+    shares: Sequence[float] = SHARES,
+) -> pd.DataFrame:
+    """Success where only the most changed positions are sampled from the tuned model, the others from the base model.
+
+    A position is changed most where the JS divergence of the two models' next tokens is above a threshold: the quantile of it that
+    leaves a share of the positions of the tuned model's own completions. All arms use the same random numbers.
+
+    Returns:
+        A row for each prompt and arm. Columns: arm (`base`, `tuned`, `changed` positions, `random` positions), share (intended),
+        used (realized share), prompt, correct (mean of `samples` completions).
+
+    Raises:
+        UserError: the models have different vocabularies, or the task replies within completions.
+    """
+    import pandas as pd
+
+    if isinstance(task, InteractiveTask):
+        raise UserError(
+            f"task, {task.name}: replies within completions, which the swap test does not do"
+        )
+    if base.head.weight.shape[0] != tuned.head.weight.shape[0]:
+        raise UserError("compare: the models have vocabularies of different sizes")
+    prompts = [ids for ids in render_prompts(examples, base) for _ in range(samples)]
+    rows = torch.arange(len(prompts))
+    uniforms = completion_uniforms(seed, rows // samples, rows % samples, spec.max_new_tokens)
+    draws = torch.Generator().manual_seed(seed)
+
+    def everywhere(value: bool) -> Choice:
+        return lambda js: torch.full_like(js, value, dtype=torch.bool)
+
+    def above(bound: float) -> Choice:
+        return lambda js: js > bound
+
+    def at_random(share: float) -> Choice:
+        return lambda js: (torch.rand(len(js), generator=draws) < share).to(js.device)
+
+    made = []
+
+    def measure(arm: str, share: float, choice: Choice) -> Tensor:
+        texts, js, used = _complete(base, tuned, prompts, uniforms, choice, spec)
+        correct = [
+            float(task.score(examples[row // samples], text).correct)
+            for row, text in enumerate(texts)
+        ]
+        each = torch.tensor(correct).view(-1, samples).mean(1)
+        for prompt, value in enumerate(each.tolist()):
+            made.append(
+                {"arm": arm, "share": share, "used": used, "prompt": prompt, "correct": value}
+            )
+        return js
+
+    measure("base", 0.0, everywhere(False))
+    divergences = measure("tuned", 1.0, everywhere(True))
+    for share in shares:
+        measure("changed", share, above(float(torch.quantile(divergences, 1 - share))))
+        measure("random", share, at_random(share))
+    return pd.DataFrame(made)
+
+
+@torch.no_grad()
+def _complete(
+    base: Policy,
+    tuned: Policy,
+    prompts: Sequence[Sequence[int]],
+    uniforms: Tensor,
+    choice: Choice,
+    spec: SamplingSpec,
+) -> tuple[list[str], Tensor, float]:
+    """Completions, JS divergence at each of their positions (M,), and the share of positions drawn from the tuned model."""
+    width, count = max(map(len, prompts)), len(prompts)
+    device = base.device
+    ids = torch.full((count, width), base.pad_id, device=device)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt, device=device)
+        mask[row, width - len(prompt) :] = 1
+    ends, going = torch.tensor(base.eos_ids, device=device), torch.ones(count, dtype=torch.bool)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    caches: list[Any] = [None, None]
+    divergences, swapped, new = list[Tensor](), 0, ids
+    for position in range(spec.max_new_tokens):
+        logits = []
+        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        for number, policy in enumerate((base, tuned)):
+            output = policy.model(
+                input_ids=new,
+                attention_mask=mask,
+                position_ids=places,
+                past_key_values=caches[number],
+                use_cache=True,
+            )
+            caches[number] = output.past_key_values
+            logits.append(output.logits[:, -1].float())
+        heat = spec.temperature or 1.0
+        js = js_divergence(*(torch.log_softmax(z / heat, -1) for z in logits))
+        chosen = choice(js)
+        z = torch.where(chosen[:, None], logits[1], logits[0])
+        token, _, _ = draw(z, uniforms[:, position].to(device), spec)
+        divergences.append(js[going.to(device)])
+        swapped += int(chosen[going.to(device)].sum())
+        for row in going.nonzero()[:, 0].tolist():
+            tokens[row].append(int(token[row]))
+        going &= ~torch.isin(token, ends).cpu()
+        if not bool(going.any()):
+            break
+        new = token[:, None]
+        mask = torch.cat([mask, torch.ones_like(new)], 1)
+    every = torch.cat(divergences).cpu()
+    texts = [as_text(base, row) for row in tokens]
+    return texts, every, swapped / len(every)
