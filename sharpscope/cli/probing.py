@@ -257,7 +257,7 @@ def _checkpoints(
             probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED
         )
         step, optimizer = step_of(checkpoint), None
-        if spec.preconditioned:
+        if "adamw" in spec.operators:
             optimizer = build_optimizer(policy.model, config.optimizer)
             restore(checkpoint, policy, optimizer)
         first: list[ProbeBatch] = []

@@ -180,8 +180,12 @@ def _radius(file: Path, declaring: bool = False) -> float | None:
     from sharpscope.sweeps import plan_sweep, read_sweep
 
     configs = [run.config for run in plan_sweep(read_sweep(file))]
+    # What is recorded by default binds no study; a loss that the study names does.
     radii = {
-        config.probes.rho for config in configs if "expected_failure" in config.probes.functionals
+        config.probes.rho
+        for config in configs
+        if "functionals" in config.probes.model_fields_set
+        and "expected_failure" in config.probes.functionals
     }
     if len(radii) == 1 and "auto" not in radii:
         return float(radii.pop())

@@ -172,6 +172,7 @@ ObjectiveName = Literal["nll", "expected_failure"]
 SharpnessKind = Literal["sam", "asam", "average"]
 Backend = Literal["lanczos", "pyhessian", "curvlinops"]
 OperatorName = Literal["hessian", "finite_difference", "gauss_newton", "fisher", "empirical_fisher"]
+ProbedOperator = OperatorName | Literal["adamw"]
 Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
@@ -227,16 +228,14 @@ class ProbesSpec(Spec):
     curvature_prompts: int = Field(0, ge=0)
     """Prompts of each split on which eigenvalues and trace of the Hessian are computed, the first ones; 0: no
     curvature."""
-    operators: tuple[OperatorName, ...] = Field(("hessian",), min_length=1)
+    operators: tuple[ProbedOperator, ...] = Field(("hessian",), min_length=1)
     """Curvature operators: hessian, finite_difference (the Hessian from differences of gradients), gauss_newton, fisher,
-    empirical_fisher."""
+    empirical_fisher, adamw (the Hessian preconditioned by AdamW's second moments, of a run's checkpoints)."""
     parameters: tuple[str, ...] = Field(("all",), min_length=1)
     """Parameters whose curvature is computed: all, a layer (12), a kind (attention, mlp, norm, embedding, head), a kind in a
     layer (12.mlp), or several joined by +."""
     density_probes: int = Field(0, ge=0)
     """Random starts of the spectral density, of 40 products each; 0: no density."""
-    preconditioned: bool = False
-    """Whether to add the Hessian preconditioned by AdamW's second moments, where a run's checkpoint has them."""
     memory_mb: float = Field(2048.0, gt=0)
     """Maximum memory for graphs of Hessian products, and for Lanczos vectors [MiB]."""
 

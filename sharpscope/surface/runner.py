@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from sharpscope.config.run import (
     Backend,
     ObjectiveName,
-    OperatorName,
+    ProbedOperator,
     ProbesSpec,
     SharpnessKind,
 )
@@ -198,12 +198,13 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     few = point.surface.prompts(torch.tensor(objective.batch.prompts) < spec.curvature_prompts)
     prompts = len(few.objective.prompt_weight)
 
-    def measure(surface: LmSurface, operator: OperatorName, moments: bool) -> list[Estimate]:
-        scale = None
-        if moments:
+    def measure(surface: LmSurface, name: ProbedOperator) -> list[Estimate]:
+        scale, limit = None, list[Estimate]()
+        if name == "adamw":
             if point.optimizer is None:
-                raise UserError("preconditioned: needs the moments of a run's checkpoint")
+                raise UserError("operators, adamw: needs the moments of a run's checkpoint")
             scale = adam_scale(point.optimizer, surface.parameters)
+            limit = [Estimate("curvature", "adamw.threshold", threshold(point.optimizer))]
         found = curvature(
             surface,
             None,
@@ -216,22 +217,16 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
             memory_mb=spec.memory_mb,
             check=spec.check,
             by_prompt=True,
-            operator=operator,
+            operator="hessian" if name == "adamw" else name,
             scale=scale,
             density_probes=spec.density_probes,
         ).estimates()
-        if moments and point.optimizer is not None:
-            limit = Estimate("curvature", "adamw.threshold", threshold(point.optimizer))
-            found.append(limit)
-        return found
+        return [*found, *limit]
 
     for selection in spec.parameters:
         surface = few if selection == "all" else few.restricted(selection)
-        wanted: list[tuple[OperatorName, bool]] = [(name, False) for name in spec.operators]
-        if spec.preconditioned:
-            wanted.append(("hessian", True))
-        for operator, moments in wanted:
-            rows = attempted("curvature", "largest", partial(measure, surface, operator, moments))
+        for operator in spec.operators:
+            rows = attempted("curvature", "largest", partial(measure, surface, operator))
             yield labeled(rows, prompts=prompts, parameters=selection)
 
 

@@ -90,9 +90,10 @@ class Curvature:
 
     @property
     def label(self) -> str:
-        """What quantities of another operator than the Hessian are called: `gauss_newton.` or `adamw.hessian.`."""
-        plain = self.operator == "hessian" and not self.preconditioned
-        return "" if plain else f"{'adamw.' if self.preconditioned else ''}{self.operator}."
+        """What quantities of another operator than the Hessian are called: `gauss_newton.` or `adamw.`."""
+        if self.preconditioned:
+            return "adamw." if self.operator == "hessian" else f"adamw.{self.operator}."
+        return "" if self.operator == "hessian" else f"{self.operator}."
 
     def estimates(self) -> list[Estimate]:
         """Rows of the `probes` table.

@@ -71,7 +71,7 @@ def test_probe_measures_models_on_a_file_side_by_side(
         assert printed[name].isna().equals(frame[name].isna())
         assert list(printed[name].dropna()) == list(frame[name].dropna())
     rises = frame[frame["quantity"] == "sam"]
-    assert list(rises["checkpoint"]) == [one, two] and rises["rho"].nunique() == 1
+    assert list(rises["checkpoint"]) == [Path(one).name, two] and rises["rho"].nunique() == 1
     assert (frame["quantity"] == "radius").sum() == 1 and 0.05 <= rises["saturation"].iloc[0] <= 0.3
 
 
