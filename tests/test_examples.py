@@ -98,7 +98,8 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
         "Cov-GRPO": "cov-grpo",
     }.items():
         knights, _, _, smollm2 = (cell.split(", ") for cell in angles[name].split(" | "))
-        assert f"| {label} | {knights[0]}° | {knights[2]}° | {smollm2[0]}° |" in readme
+        real = "–" if smollm2 == ["–"] else f"{smollm2[0]}°"
+        assert f"| {label} | {knights[0]}° | {knights[2]}° | {real} |" in readme
     knights, _, _, smollm2 = angles["noise of the batch"].split(" | ")
     assert f"| {knights}° | | {smollm2}° |" in readme
     tiny, real = re.search(
