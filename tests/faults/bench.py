@@ -565,12 +565,13 @@ class Bench:
         dump(place / "dump", small_rows())
         files = sorted(f for f in (place / "dump").rglob("*") if f.suffix in (".jsonl", ".pt"))
         target = rng.choice(files)
-        if target.suffix == ".pt" or rng.random() < 0.2:
+        lines = [] if target.suffix == ".pt" else target.read_text().splitlines()
+        if not lines or rng.random() < 0.2:
             damage_bytes(target, rng)
         else:
-            lines = [json.loads(line) for line in target.read_text().splitlines()]
-            replace_anywhere(rng.choice(lines), rng)
-            target.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            records = [json.loads(line) for line in lines]
+            replace_anywhere(rng.choice(records), rng)
+            target.write_text("".join(json.dumps(record) + "\n" for record in records))
 
         def work() -> str:
             def read() -> None:
