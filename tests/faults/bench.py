@@ -694,7 +694,14 @@ def recorder_functions(package: Any) -> list[tuple[str, Any, str]]:
                 ]
             elif callable(value):
                 found.append((info.name, module, name))
-    guards = ("give_up", "in_step", "together", "_say", "NoWriter")  # what catches exceptions
+    guards = (
+        "give_up",
+        "in_step",
+        "together",
+        "safely",
+        "say",
+        "NoWriter",
+    )  # what catches exceptions
     return [f for f in found if f[2] not in guards and not f[0].endswith("guard")]
 
 
