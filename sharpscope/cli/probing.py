@@ -372,6 +372,14 @@ def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
         first, *others = same.dropna(subset=["value"]).to_dict("records") or [{"value": 0.0}]
         for row in others if first["value"] > 0 else ():
             one, other = (f"{r['checkpoint']} {r['value']:.3g}{_error(r)}" for r in (row, first))
+            if row["prompts"] != first["prompts"]:
+                yield f"{name}, {title}: not compared, on {row['prompts']:.0f} and {first['prompts']:.0f} prompts"
+                continue
+            # as if the prompts were not shared, which is the wider interval for checkpoints of one model
+            half = 1.96 * math.hypot(row["prompt_std_error"], first["prompt_std_error"])
+            if abs(row["value"] - first["value"]) <= half:
+                yield f"{name}, {title}: {one} and {other}: not distinguishable"
+                continue
             yield f"{name}, {title}: {one}, {row['value'] / first['value']:.3g} times that of {other}"
 
 
