@@ -16,6 +16,7 @@ import torch
 import typer.main
 
 import sharpscope
+from sharpscope.analysis.plots import PLOTS
 from sharpscope.cli import app, main
 from sharpscope.config import build_config
 from sharpscope.training import train
@@ -294,6 +295,10 @@ def test_commands_that_do_not_run_and_those_in_the_text_are_accepted():
 def test_local_links_exist(page):
     generated = ("commands", "configuration", "methods", "trace")
     generated = {*(f"reference/{name}.md" for name in generated), "changelog.md", "contributing.md"}
+    generated |= {
+        "gallery.md",
+        *(f"images/gallery/{name}-{only}.png" for name in PLOTS for only in ("light", "dark")),
+    }
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", NAMES[page].read_text("utf-8")):
         path = (NAMES[page].parent / target).resolve()
         own = (

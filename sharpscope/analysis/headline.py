@@ -238,7 +238,9 @@ def trained_text(study: Study, settings: Sequence[Setting]) -> str:
     text = f"{names}: {steps} steps of {study.name}" + (
         f", up to {seeds} seeds each." if seeds > 1 else "."
     )
-    return " ".join([text, *accuracy_texts(settings), *rotation_texts(settings)])
+    runs = [run for setting in settings for run in setting.runs.values()]
+    first = [text] if len(runs) > 1 else []  # what a run alone is, its head says
+    return " ".join([*first, *accuracy_texts(settings), *rotation_texts(settings)])
 
 
 def rotation_texts(settings: Sequence[Setting]) -> list[str]:

@@ -178,9 +178,10 @@ def found_sections(
 ) -> list[Section]:
     """The headline: what was trained and its accuracy, `top` tokens of the first `runs` settings, whether the method mattered."""
     first = [next(iter(setting.runs.values())) for setting in settings[:runs]]
-    said = Section("What was found", trained_text(study, settings[:2]))
+    text = trained_text(study, settings[:2])
+    said = [Section("What was found", text)] if text else []
     effects = [section for run in first for section in effect_headline(run, top)]
-    return [said, *effects, *moved_sections(first, top), *difference_sections(study, settings)]
+    return [*said, *effects, *moved_sections(first, top), *difference_sections(study, settings)]
 
 
 @per_run
