@@ -21,9 +21,12 @@
     event.preventDefault();
     window.location.hash = link.getAttribute("href");
   });
-  /* On a phone the parts after the first are closed, and a link to one opens it. */
+  /* On a phone the parts after the first are closed, and the first too if it is long; a link to one opens it. */
   const parts = [...document.querySelectorAll("details.part")];
-  if (window.matchMedia("(max-width: 44rem)").matches) for (const part of parts.slice(1)) part.open = false;
+  if (window.matchMedia("(max-width: 44rem)").matches) {
+    for (const part of parts.slice(1)) part.open = false;
+    if (parts.length && document.documentElement.scrollHeight > 5400) parts[0].open = false; // the chart comes on top
+  }
   /* The tables and layers of one step at a time: that of the address, or else the first. */
   const blocks = [...document.querySelectorAll(".of-step")];
   const steps = [...new Set(blocks.map((block) => block.dataset.step))];
