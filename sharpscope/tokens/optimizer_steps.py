@@ -40,6 +40,12 @@ class Clip:
         limit: largest norm.
         parameters: places in the list of parameters; None for all of them.
         slack: as in `torch.nn.utils.clip_grad_norm_`.
+
+    Examples:
+        >>> from sharpscope import Clip
+        >>> clips = [Clip(limit=1.0, parameters=(0, 1)), Clip(limit=0.1, parameters=(2,))]
+        >>> [clip.limit for clip in clips]  # max_grad_norm=clips in `sharpscope.effects`
+        [1.0, 0.1]
     """
 
     limit: float

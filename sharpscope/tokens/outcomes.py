@@ -52,6 +52,12 @@ class Outcome:
         radius: ρ, in the norm of all trainable parameters.
         turn: whether the direction ∇L/‖∇L‖ of `sharpness` turns with the weights; without it a Hessian product less is made.
         reference: the policy π_ref, of the same vocabulary; a model with adapters stands for itself without them.
+
+    Examples:
+        >>> from sharpscope import Outcome
+        >>> flat = Outcome(kind="sharpness", radius=0.1)  # of the update's own tokens
+        >>> flat.kind, flat.radius, flat.turn
+        ('sharpness', 0.1, True)
     """
 
     kind: Kind
