@@ -181,6 +181,8 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
 
     ends = {"accuracy": accuracy_interval(row["accuracy"], row["std_error"], row["n"], row["k"])}
     for k in pass_at:
+        if row[f"pass_at_{k}"] is None:  # at T = 0 all completions of a prompt are one
+            continue
         # of k completions each, at most this many independent ones
         groups = row["k"] / min(k, row["k"])
         ends[f"pass_at_{k}"] = accuracy_interval(
