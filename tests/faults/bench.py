@@ -350,14 +350,18 @@ class Bench:
 
             setattr(owner, name, broken)
             warnings.simplefilter("error" if strict else "ignore")
-            recorded = loop(small_model(), place / "run", critical_sharpness=1)
+            try:
+                recorded = loop(small_model(), place / "run", critical_sharpness=1)
+            except Exception as problem:
+                frames = traceback.extract_tb(problem.__traceback__)
+                if any(f.name == "record" and f.filename.endswith("record.py") for f in frames):
+                    return "not made"  # it says so before the training
+                raise
             held(equal(plain, recorded), f"{module}.{name}: other weights")
             return "called" if calls[0] >= call else "not called"
 
         end = forked(work, SLOW)
-        started = "sharpscope/integrations/record.py" in end.text and "record(" in end.text
-        # a recorder that cannot be made says so before the training
-        held(end.status == 0 or (started and "a fault" in end.text), f"{module}.{name}: {end.text}")
+        held(end.status == 0, f"{module}.{name}: {end.text}")
         return end.memory
 
     def two_writers(self, rng: random.Random, place: Path) -> int:
