@@ -319,6 +319,7 @@ def test_local_links_exist(page):
 
 ELSEWHERE = {  # page -> the test that runs its Python
     "CONTRIBUTING.md": "tests/test_extending.py",
+    "docs/causes.md": "tests/recording/test_live.py",
     "docs/guides/methods.md": "tests/test_extending.py",
     "docs/guides/model-and-task.md": "tests/tasks/test_datasets.py",
     "docs/trainers/recipes.md": "tests/integrations/test_loop.py",

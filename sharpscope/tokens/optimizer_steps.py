@@ -12,6 +12,7 @@ Other elementwise optimizers of `torch.optim`, and the matrices of Muon and Pion
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -96,7 +97,9 @@ class ComingStep:
         self._groups = {
             id(p): group for group in self.optimizer.param_groups for p in group["params"]
         }
-        if "differentiable" not in self.optimizer.defaults and not isinstance(self.optimizer, Muon):
+        # Trainers set defaults of their own on optimizers, so that the class is asked.
+        accepted = inspect.signature(type(self.optimizer).__init__).parameters
+        if "differentiable" not in accepted and not isinstance(self.optimizer, Muon):
             raise UserError(
                 f"optimizer, {type(self.optimizer).__name__}: effects go through the elementwise optimizers of torch.optim, not this one"
             )

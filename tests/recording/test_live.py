@@ -1,4 +1,4 @@
-"""Identities while a training goes on: once, at the first step that shows a cause."""
+"""Identities while a training goes on: once, at the first step that shows a cause (docs/causes.md)."""
 
 from __future__ import annotations
 
