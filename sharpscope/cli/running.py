@@ -56,6 +56,10 @@ def demo(
         "evaluation.prompts": 100,
         "evaluation.temperatures": [0.0],
         "recording.rotation_every": max(1, steps // 5),
+        # two points on few prompts: five of them would take a quarter of the time
+        "probes.every": steps,
+        "probes.prompts": 24,
+        "probes.heldout_prompts": 24,
     }
     for number, method in enumerate(("grpo", "grpo-sg"), 1):
         say(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")

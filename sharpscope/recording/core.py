@@ -360,23 +360,24 @@ class Recorder(Guard):
         why = f"{plan.reason}; to measure every step: {every}"
         if "token_gradients_every" not in options:
             schedule.norms.places = schedule.shares.places = plan.norms
-            schedule.effects.places = plan.norms
+            schedule.effects.places = plan.effects
             schedule.spikes.most = plan.spikes
         if "rotation_every" not in options:
             schedule.rotation.places = plan.norms
         if self._every is True:
             schedule.critical.places = plan.critical
-        missing = {}
-        for setting, times in (
-            ("recording.token_gradients_every", schedule.norms),
-            ("probes.preset", schedule.critical),
+        missing, left_out = {}, []
+        for setting, what, times in (
+            ("recording.token_gradients_every", "norms and shares", schedule.norms),
+            ("effects", "effects", schedule.effects),
+            ("probes.preset", "critical sharpness", schedule.critical),
         ):
             if times.places is not None and not times.places:
                 missing[setting] = why
+                left_out.append(what)
         note(self.run_dir, places=sorted(schedule.norms.places or ()), not_measured=missing)
         if missing:
-            both = "norms, shares and critical sharpness"
-            say(f"not measured: {both if len(missing) > 1 else 'critical sharpness'}, since {why}")
+            say(f"not measured: {', '.join(left_out)}, since {why}")
 
     def stop(self, status: str, reason: str, problem: Exception | None = None) -> None:
         """End the recording, because of a `problem` of the recorder, or with the updates made so far of a step in progress."""

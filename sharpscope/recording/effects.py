@@ -93,7 +93,8 @@ class TokenEffects(Measurement):
     def _outcomes(self, update: MeasuredUpdate, names: Sequence[str]) -> dict[str, Outcome]:
         """Of all rows of the update, and of the probe set's solutions."""
         whole = update.values.rollouts.rows(update.update.rows)
-        probe_set = update.run.probe_set
+        # the prompts on which the surface is probed: with all of them, effects took a third of a short run
+        probe_set = self.surface.probe_set
         mask = nn.functional.pad(whole.completion_mask, (whole.prompt_width, 0))
         ids, there = whole.input_ids, whole.attention_mask
         found = {

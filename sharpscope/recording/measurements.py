@@ -225,7 +225,9 @@ class Measurement(ABC):
 
     def due(self, step: int, spike: bool) -> bool:
         """Whether it is measured in `step`."""
-        return (spike and self.at_spikes) or self.times.due(step)
+        # what a plan leaves out altogether is not measured at spikes either
+        planned = self.times.places is None or bool(self.times.places)
+        return (spike and self.at_spikes and planned) or self.times.due(step)
 
     @abstractmethod
     def run(self, update: MeasuredUpdate) -> None:

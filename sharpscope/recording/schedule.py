@@ -145,6 +145,7 @@ class MeasurementPlan:
     """The default places of a training."""
 
     norms: frozenset[int]  # steps of norms and shares
+    effects: frozenset[int]  # those of them with effects, at spikes too; empty: at none
     critical: frozenset[int]  # steps of the critical sharpness
     spikes: int  # how many spikes may be measured besides
     reason: str  # why a set is empty
@@ -157,18 +158,19 @@ def measurement_plan(
 
     With `steps` 0, the number is not known: the first step is measured although a short training does not pay for it, then
     places are ever further apart. The critical sharpness is left out where it
-    does not fit and the others do. `exact` is recording.exact_tokens.
+    does not fit and the others do, and then the effects. `exact` is recording.exact_tokens.
     """
     # all in passes a step
     training = (TRAINING + cost.reference) * cost.epochs + GENERATION * cost.generated
     budget = MOST_SHARE * training
-    price = NORMS + EFFECTS + EXACT * exact / max(cost.rows, 1) + ROTATION * rotation
-    both = price + critical * CRITICAL * (1 + cost.reference) / cost.parts
-    enough = math.ceil(both / budget)
-    if not steps or steps >= enough:
-        price = both
-    else:
-        critical = False
+    price = NORMS + EXACT * exact / max(cost.rows, 1) + ROTATION * rotation
+    with_effects = price + EFFECTS
+    whole = with_effects + critical * CRITICAL * (1 + cost.reference) / cost.parts
+    enough = math.ceil(whole / budget)
+    effects = not steps or steps >= math.ceil(with_effects / budget)
+    critical = critical and (not steps or steps >= enough)
+    if effects:
+        price = whole if critical else with_effects
     most = min(MOST_PLACES, int(steps * budget / price))
     if not steps:
         most = MOST_PLACES
@@ -180,6 +182,7 @@ def measurement_plan(
         chosen = frozenset([1, *(enough * 2**power for power in range(MOST_PLACES))])
     return MeasurementPlan(
         norms=chosen,
+        effects=chosen if effects else frozenset(),
         critical=chosen if critical else frozenset(),
         spikes=spikes,
         reason=f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; "

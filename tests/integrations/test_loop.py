@@ -365,6 +365,7 @@ def test_the_price_is_bounded():
         exact = draw.choice([0, 2, 100])
         plan = measurement_plan(steps, work, critical=critical, exact=exact)
         norms = price.NORMS + price.EXACT * exact / work.rows
+        norms += price.EFFECTS * bool(plan.effects)
         cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * price.CRITICAL * (
             1 + work.reference
         ) / work.parts
@@ -375,7 +376,7 @@ def test_the_price_is_bounded():
             cost <= price.MOST_SHARE * whole + 1e-9
             and len(plan.norms) + plan.spikes <= price.MOST_PLACES
         )
-        assert plan.critical <= plan.norms <= set(range(1, steps + 1))
+        assert plan.critical <= plan.effects <= plan.norms <= set(range(1, steps + 1))
         assert not plan.norms or 1 in plan.norms
         assert len(plan.norms) < 2 or steps in plan.norms
 
@@ -385,7 +386,7 @@ def test_without_a_known_end_the_first_step_is_measured_and_the_share_holds_from
         for rows in (1, 8, 200):
             plan, cost = (
                 measurement_plan(0, StepCost(epochs, 1, rows), critical=True),
-                price.NORMS + price.EXACT / rows + price.CRITICAL,
+                price.NORMS + price.EFFECTS + price.EXACT / rows + price.CRITICAL,
             )
             first, *others = sorted(plan.norms)
             assert first == 1 and len(others) == price.MOST_PLACES and plan.spikes == 3
