@@ -34,9 +34,9 @@ SWEEP_FIELDS = {"purpose", "base", "methods", "settings", "grid", "seeds", "clai
 def demo(
     out: Annotated[Path, Option(help="Folder of the runs and the page.")] = Path("demo"),
     seed: Annotated[int, Option(help="Seed of both runs.")] = 0,
-    steps: Annotated[int, Option(min=2, help="Steps per run.")] = 20,
+    steps: Annotated[int, Option(min=2, help="Steps per run.")] = 10,
 ) -> None:
-    """Train a tiny policy on logic puzzles with GRPO and GRPO-SG and say what was found, in about three minutes.
+    """Train a tiny policy on logic puzzles with GRPO and GRPO-SG, then name a planted bug, in about two minutes.
 
     Example:
       sharpscope demo
@@ -44,35 +44,75 @@ def demo(
     from sharpscope.traces import check_free
 
     check_free(out)
+    say(
+        "About two minutes on two cores: two trainings of a tiny policy, a report, and a training with a bug."
+    )
+    for number, method in enumerate(("grpo", "grpo-sg"), 1):
+        say(f"[{number}/3] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
+        _demo_training(method, out=out, seed=seed, steps=steps)
+    say("[3/3] the loop of another trainer, with a bug that no curve shows")
+    bug = _demo_bug(out, seed)
+    _demo_report(out, bug)
+
+
+def _demo_training(method: str, *, out: Path, seed: int, steps: int) -> None:
+    """One of the two trainings; leaves the command if it does not finish."""
     from rich.console import Console
 
-    from sharpscope.analysis import analyze, show_headline
     from sharpscope.config import build_config
     from sharpscope.training import Display, train
 
-    sizes = {
+    values = {
+        "method": method,
+        "steps": steps,
+        "seed": seed,
+        "out": str(out / "runs" / method),
         "rollout.prompts_per_step": 16,
         "evaluation.every": steps,
         "evaluation.prompts": 100,
         "evaluation.temperatures": [0.0],
-        "recording.rotation_every": max(1, steps // 5),
+        "recording.rotation_every": max(1, steps // 3),
         # two points on few prompts: five of them would take a quarter of the time
         "probes.every": steps,
         "probes.prompts": 24,
         "probes.heldout_prompts": 24,
     }
-    for number, method in enumerate(("grpo", "grpo-sg"), 1):
-        say(f"[{number}/2] {method}: {steps} steps on Knights-and-Knaves puzzles with three people")
-        values = {"method": method, "steps": steps, "seed": seed, "out": str(out / "runs" / method)}
-        outcome = train(build_config(values=values | sizes), Display(Console(stderr=True)))
-        if outcome.status != "finished":
-            say(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
-            raise typer.Exit(130 if outcome.status == "interrupted" else 1)
+    outcome = train(build_config(values=values), Display(Console(stderr=True)))
+    if outcome.status != "finished":
+        say(f"{outcome.status}: {outcome.reason}. Written: {outcome.run_dir}/")
+        raise typer.Exit(130 if outcome.status == "interrupted" else 1)
+
+
+def _demo_bug(out: Path, seed: int) -> Path:
+    """The folder of a recorded training whose completions are drawn at another temperature than the loss has."""
+    from sharpscope.demo import STEPS, train_with_a_bug
+
+    train_with_a_bug(out / "bug", seed, lambda step: tell(f"step {step} of {STEPS}"))
+    return out / "bug"
+
+
+def _demo_report(out: Path, bug: Path) -> None:
+    """Print what was found, write the page and a picture, and say where to go on."""
+    from rich.console import Console
+
+    from sharpscope.analysis import analyze, plots, show_headline
+    from sharpscope.causes import verdict
+    from sharpscope.traces import load_run
+
     written = analyze([out / "runs"], out / "report", on_progress=tell)
+    picture, _ = plots.plot_named("gradient_norm")(out / "runs" / "grpo").save(
+        out / "gradient_norm.png"
+    )
     Console().print(show_headline([out / "runs"]))
+    first = verdict(load_run(bug)).causes[0]
     say(
+        f"\nThe planted bug, as `sharpscope show {bug}` names it after six steps:\n"
+        f"  {first.sentence}\n"
+        f"  evidence: {first.evidence}\n"
+        f"  change:   {first.change}\n"
         f"\nOpen the report:  {written.page}\n"
-        f"This run:         sharpscope show {out}/runs/grpo-sg\n"
+        f"A figure:         {picture} (gradient norm of each token against its probability)\n"
+        f"One of the runs:  sharpscope show {out}/runs/grpo-sg\n"
         "A real model:     sharpscope run --model path/or/hub-id --task dataset --set task.path=questions.jsonl\n"
         'Your TRL run:     import sharpscope; sharpscope.record(trainer, out="runs/x")'
     )
