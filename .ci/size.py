@@ -17,7 +17,7 @@ LIMITS = {
     "nodes": 390_000,
     "nodes a line": 7.6,
     "nodes a line of one module": 12.0,
-    "circles": 5,
+    "circles": 0,
     "Any": 690,
 }
 """Largest values that are allowed."""

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from sharpscope.tokens import attribute as attribute
     from sharpscope.tokens import effects as effects
     from sharpscope.tokens import score_norms as score_norms
-    from sharpscope.traces import load_run as load_run
-    from sharpscope.traces import load_runs as load_runs
+    from sharpscope.views import load_run as load_run
+    from sharpscope.views import load_runs as load_runs
 
 _TOKENS = ("Clip", "Outcome", "attribute", "effects", "score_norms")
 _SURFACE = ("critical_sharpness", "curvature", "sharpness", "update_direction")
@@ -34,7 +34,7 @@ _MODULES = {
     **dict.fromkeys(_TOKENS, "sharpscope.tokens"),
     **dict.fromkeys(_SURFACE, "sharpscope.surface"),
     **dict.fromkeys(("fork", "rotate"), "sharpscope.forks"),
-    **dict.fromkeys(("load_run", "load_runs"), "sharpscope.traces"),
+    **dict.fromkeys(("load_run", "load_runs"), "sharpscope.views"),
     "record": "sharpscope.integrations.record",
     "weight_bounds": "sharpscope.methods",
 }

@@ -24,7 +24,6 @@ from sharpscope.recording.step import PendingUpdate, RolloutBatch, StepResult
 from sharpscope.seeds import derive
 from sharpscope.settings import known_settings
 from sharpscope.tasks import Example, make_task, task_choice
-from sharpscope.traces import load_run
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training import DataOrder, Learner
 from sharpscope.training.checkpoint import checkpoints, damage, restore, step_of
@@ -39,6 +38,7 @@ from sharpscope.training.learner import (
     set_learning_rate,
 )
 from sharpscope.training.rollouts import draw_group, draw_rollouts, split_examples
+from sharpscope.views import load_run
 
 T = TypeVar("T")
 Tell = Callable[[str], None]

@@ -6,7 +6,6 @@ import errno
 import functools
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
@@ -263,9 +262,13 @@ def commit() -> str | None:
 
 
 def peak_memory_bytes(device: torch.device) -> dict[str, int]:
-    """Peak resident memory of this process and, on a GPU, of the allocator [bytes]."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak: dict[str, Any] = {"process": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    """Peak memory of this process, as far as its system tells, and on a GPU of the allocator [bytes]."""
+    peak: dict[str, int] = {}
+    with suppress(ImportError):
+        import resource  # of POSIX
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak["process"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     if device.type == "cuda":
         peak["device"] = torch.cuda.max_memory_allocated(device)
     return peak

@@ -11,6 +11,7 @@ from sharpscope.surface.critical import (
     update_direction,
     update_slope,
 )
+from sharpscope.surface.curvature_values import Curvature
 from sharpscope.surface.estimate import Estimate, columns, labeled, problems, prompt_columns
 from sharpscope.surface.language_model import Objective, lm_surface, rollout_batch
 from sharpscope.surface.perturbation import Radius, Sharpness, find_radius, sharpness
@@ -29,4 +30,4 @@ from sharpscope.surface.runner import (
     run,
     text_batches,
 )
-from sharpscope.surface.spectrum import Curvature, curvature
+from sharpscope.surface.spectrum import curvature

@@ -14,10 +14,25 @@ from torch import Tensor, nn
 
 from sharpscope.errors import UserError, first_line
 from sharpscope.policy.directions import length
+from sharpscope.surface.curvature_values import Curvature, residual
 from sharpscope.surface.language_model import LmSurface
 from sharpscope.surface.operators import Operator, flatten
-from sharpscope.surface.spectrum import Curvature, residual
 from sharpscope.surface.surface import Surface
+
+
+def _library(module: str, distribution: str) -> Any:
+    """A module of another library.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as problem:
+        name = module.partition(".")[0]
+        raise UserError(
+            f"backend, {name!r}: it is not installed; pip install {distribution}"
+        ) from problem
 
 
 class _PyHessianModel(nn.Module):
@@ -51,7 +66,7 @@ def by_pyhessian(
     `top` of the result holds the positive eigenvalues among them, `smallest` the most negative one.
     """
     # `pyhessian.hessian` the attribute is the class of that name
-    library: Any = import_module("pyhessian.hessian")
+    library = _library("pyhessian.hessian", "pyhessian")
     model, parameters = _PyHessianModel(surface), surface.parameters
     torch.manual_seed(start.seed)
     # the closure has the data
@@ -131,12 +146,7 @@ def by_curvlinops(
     max_products: int,
 ) -> Curvature:
     """`start` with eigenvalues of curvlinops' Hessian by SciPy's Lanczos, their residuals by our products, and its Hutch++ trace."""
-    try:
-        library: Any = import_module("curvlinops")
-    except ImportError as problem:
-        raise UserError(
-            "backend, 'curvlinops': it is not installed; pip install curvlinops-for-pytorch"
-        ) from problem
+    library = _library("curvlinops", "curvlinops-for-pytorch")
     if not isinstance(surface, LmSurface) or surface.objective.name != "nll":
         raise UserError(
             "backend, 'curvlinops': takes the nll of a language model; use lanczos or pyhessian"

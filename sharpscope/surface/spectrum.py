@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sharpscope.config.run import Backend, Check, OperatorName
@@ -19,151 +17,16 @@ from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.memory import require_memory
 from sharpscope.policy.directions import length
 from sharpscope.surface.algorithms import (
-    Density,
     Krylov,
     eigenpairs,
     hutchpp,
     quadratic_form,
     spectral_density,
 )
-from sharpscope.surface.estimate import Estimate, with_prompts
+from sharpscope.surface.backends import BACKENDS
+from sharpscope.surface.curvature_values import Curvature, residual, sub_generator
 from sharpscope.surface.operators import FiniteDifference, Operator, Preconditioned
 from sharpscope.surface.surface import LossFn, Surface, check_once, opened
-
-
-@dataclass(frozen=True)
-class Curvature:
-    """Curvature of a loss at one point, of the operator A (the Hessian by default); numbers that are not available are NaN.
-
-    An eigenpair that has converged need not be the extreme one. The standard error over prompts of an eigenvalue is of first
-    order, with the eigenvector fixed; it is too large where it is not small compared with the distance to the next eigenvalue.
-    """
-
-    loss: float  # L(θ)
-    gradient_norm: float  # ‖∇L(θ)‖₂
-    # (k,) largest eigenvalues, in descending order
-    top: np.ndarray = field(default_factory=lambda: np.full(1, np.nan))
-    # (k,) measured ‖Hv − λv‖₂ of `top`
-    residuals: np.ndarray = field(default_factory=lambda: np.full(1, np.nan))
-    # (k, P) unit eigenvectors of `top`
-    vectors: Tensor = field(default_factory=lambda: torch.zeros(0))
-    smallest: float = math.nan  # smallest (signed) eigenvalue
-    smallest_residual: float = math.nan
-    trace: float = math.nan
-    trace_std_error: float = math.nan  # with `trace_probes` − 1 degrees of freedom
-    trace_probes: int = 0  # number of random probes of the trace
-    why: str = ""  # what did not converge or is not finite
-    products: int = 0  # number of Hessian-vector products
-    seed: int = 0
-    seconds: float = 0.0
-    # relative error found by `check_derivatives`; None if not checked, NaN if inconclusive
-    checked: float | None = None
-    # vᵀA_i v of prompt i, (k,), for `top` and then `smallest`; empty if not known
-    by_prompt: tuple[Tensor, ...] = ()
-    operator: OperatorName = "hessian"
-    preconditioned: bool = False  # whether the operator is P^(−1/2) A P^(−1/2)
-    density: Density | None = None
-    # vᵀAv/vᵀv along the directions given, by name, and its values by prompt
-    along: dict[str, tuple[float, Tensor | None]] = field(default_factory=dict)
-    # relative error of a product by finite differences, measured; NaN for exact products
-    product_error: float = math.nan
-
-    @property
-    def converged(self) -> bool:
-        """Whether all eigenpairs met the tolerance and all numbers are finite."""
-        return not self.why
-
-    @property
-    def largest(self) -> float:
-        """Largest eigenvalue; NaN if not available."""
-        return float(self.top[0])
-
-    def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Student's t confidence interval of the trace; NaN without a trace."""
-        from scipy.stats import t
-
-        half = (
-            self.trace_std_error
-            and float(t.ppf(0.5 + level / 2, self.trace_probes - 1)) * self.trace_std_error
-        )
-        return self.trace - half, self.trace + half
-
-    @property
-    def label(self) -> str:
-        """What quantities of another operator than the Hessian are called: `gauss_newton.` or `adamw.`."""
-        if self.preconditioned:
-            return "adamw." if self.operator == "hessian" else f"adamw.{self.operator}."
-        return "" if self.operator == "hessian" else f"{self.operator}."
-
-    def estimates(self) -> list[Estimate]:
-        """Rows of the `probes` table.
-
-        They are `largest` (with all the seconds), `eigenvalue_i`, `smallest`, `trace`, `density` (a row for each node, which is in
-        `rho`), `along_NAME`, and `product_error`; of another operator they begin with its `label`.
-        """
-        rows = [*self._eigenvalues(), *self._trace(), *self._densities()]
-        for name, (value, each) in self.along.items():
-            why = "" if math.isfinite(value) else "the direction is zero or not finite"
-            rows.append(with_prompts(Estimate("curvature", f"along_{name}", value, why=why), each))
-        if math.isfinite(self.product_error):
-            rows.append(Estimate("curvature", "product_error", self.product_error))
-        return [replace(row, quantity=self.label + row.quantity) for row in rows]
-
-    def _densities(self) -> list[Estimate]:
-        if (found := self.density) is None:
-            return []
-        nodes = zip(found.nodes, found.values, found.std_error, strict=True)
-        return [
-            Estimate(
-                "curvature",
-                "density",
-                float(value),
-                std_error=float(error),
-                rho=float(node),
-                samples=found.probes,
-                seed=self.seed,
-            )
-            for node, value, error in nodes
-        ]
-
-    def _eigenvalues(self) -> list[Estimate]:
-        names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(self.top) + 1))]
-        pairs = list(zip(names, map(float, self.top), map(float, self.residuals), strict=True))
-        pairs += [("smallest", self.smallest, self.smallest_residual)] * math.isfinite(
-            self.smallest
-        )
-        common: dict[str, Any] = {"seed": self.seed, "why": self.why}
-        rows = []
-        for index, (name, value, residual) in enumerate(pairs):
-            common |= {"converged": self.converged, "seconds": 0.0 if index else self.seconds}
-            one = Estimate("curvature", name, value, residual=residual, **common)
-            rows.append(
-                with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None)
-            )
-        return rows
-
-    def _trace(self) -> list[Estimate]:
-        if not self.trace_probes:
-            return []
-        known = math.isfinite(self.trace)
-        return [
-            Estimate(
-                "curvature",
-                "trace",
-                self.trace,
-                std_error=self.trace_std_error,
-                samples=self.trace_probes,
-                seed=self.seed,
-                converged=None if known else False,
-                why="" if known else self.why,
-            )
-        ]
-
-
-def sub_generator(seed: int, name: str) -> torch.Generator:
-    """A generator for one estimate, so that leaving out an estimate does not change the others."""
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
 
 
 def curvature(
@@ -266,8 +129,6 @@ def curvature(
             if by_prompt and len(found.vectors):
                 found = replace(found, by_prompt=_by_prompt(surface, found, scale))
         else:
-            from sharpscope.surface.backends import BACKENDS
-
             found = BACKENDS[backend](surface, plain, start, wanted, **limits)
         if density_probes:
             draws = sub_generator(seed, "density")
@@ -296,11 +157,6 @@ def _along(
             each = surface.curvature_by_prompt(direction / length(direction), name)
         found[label] = value, each
     return found
-
-
-def residual(operator: Operator, value: float, vector: Tensor) -> float:
-    """‖Hv − λv‖₂ of a unit vector (P,)."""
-    return length((operator @ vector).sub_(vector, alpha=float(value)))
 
 
 def _by_lanczos(

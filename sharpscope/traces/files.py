@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -11,7 +10,9 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import chain, count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from filelock import lock_descriptor, unlock_descriptor
 
 from sharpscope.errors import UserError
 from sharpscope.traces.info import LARGEST_INFO, parse_run_info
@@ -210,11 +211,20 @@ def has_writer(run_dir: str | Path) -> bool:
     """Whether a process holds a run's folder."""
     try:
         with open_regular(Path(run_dir) / LOCK_FILE, LARGEST_INFO) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+            if not _locked(file):
+                return True
+            unlock_descriptor(file.fileno())
     except (OSError, UnreadableError):
         pass
+    return False
+
+
+def _locked(file: BinaryIO) -> bool:
+    """Lock an open file, as far as no other process holds it; readers hold it for an instant."""
+    for _ in range(20):
+        if lock_descriptor(file.fileno(), blocking=False):
+            return True
+        time.sleep(0.002)
     return False
 
 
@@ -236,10 +246,8 @@ class RunLock:
 
     def __enter__(self) -> RunLock:
         """Acquire the lock; UserError if another process holds it, or the folder is not writable."""
-        for _ in range(20):  # a reader may hold it for an instant
-            try:
-                self._file = self.path.open("a+b")
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            while self._open_locked():
                 # Unless the owner before removed the file between our open and our lock.
                 if self.path.exists() and os.path.samestat(
                     os.fstat(self._file.fileno()), self.path.stat()
@@ -251,15 +259,18 @@ class RunLock:
                     self._file.flush()
                     return self
                 self._file.close()
-            except BlockingIOError:
-                self._file.close()
-                time.sleep(0.02)
-            except OSError as error:
-                fix = "free some space or make the folder writable"
-                raise UserError(
-                    f"run: {self.path} cannot be written ({error.strerror}); {fix}"
-                ) from error
+        except OSError as error:
+            fix = "free some space or make the folder writable"
+            raise UserError(
+                f"run: {self.path} cannot be written ({error.strerror}); {fix}"
+            ) from error
+        self._file.close()
         raise UserError(f"run: {held_text(self.path.parent)}")
+
+    def _open_locked(self) -> bool:
+        """Open the file; whether it could be locked."""
+        self._file = self.path.open("a+b")
+        return _locked(self._file)
 
     def __exit__(self, *error: object) -> None:
         self.path.unlink(missing_ok=True)

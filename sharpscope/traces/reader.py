@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,9 +37,9 @@ LARGEST_CONFIG = 4_000_000
 LARGEST_TOKENIZER = 200_000_000
 """Largest tokenizer.json [bytes]."""
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
-_NOTEBOOK = "sharpscope.analysis.output"  # a higher layer, imported when asked for
-_PLOTS = "sharpscope.analysis.plots"
 _ARRAY = "array"
+VIEWS: dict[str, Callable[..., Any]] = {}
+"""What makes the figures and pages of runs, by name; see `sharpscope.views`."""
 
 
 class DamagedPartWarning(UserWarning):
@@ -219,7 +218,7 @@ class Run(_Tables):
     @property
     def plot(self) -> PlotsOf:
         """Figures of the run: `run.plot.gradient_norm()` returns axes and the frame that they show; Tab lists them."""
-        return import_module(_PLOTS).PlotsOf(Runs(self.path, {self.name: self}, {}))
+        return _view("plots")(self._alone)
 
     def show(self, height: int = 900) -> Any:
         """The run's page for a notebook: tokens, curves; see `sharpscope.analysis.output`.
@@ -227,7 +226,7 @@ class Run(_Tables):
         Args:
             height: of the frame that shows it [pixels].
         """
-        return import_module(_NOTEBOOK).show(Runs(self.path, {self.name: self}, {}), height)
+        return _view("page")(self._alone, height)
 
     def show_tokens(self, step: int | None = None, height: int = 700) -> Any:
         """The completions of a step for a notebook, each token colored by what the update does to it.
@@ -239,7 +238,12 @@ class Run(_Tables):
         Raises:
             UserError: no completion of that step was recorded.
         """
-        return import_module(_NOTEBOOK).show_tokens(self, step, height)
+        return _view("tokens")(self, step, height)
+
+    @property
+    def _alone(self) -> Runs:
+        """The run as the only one of several."""
+        return Runs(self.path, {self.name: self}, {})
 
     def rows(self, table: str) -> int:
         """Number of rows of a table."""
@@ -314,11 +318,11 @@ class Runs(_Tables, Sequence[Run]):
     @property
     def plot(self) -> PlotsOf:
         """Figures of these runs; see `Run.plot`."""
-        return import_module(_PLOTS).PlotsOf(self)
+        return _view("plots")(self)
 
     def show(self, height: int = 900) -> Any:
         """The page of these runs for a notebook; see `Run.show`."""
-        return import_module(_NOTEBOOK).show(self, height)
+        return _view("page")(self, height)
 
     @property
     def table(self) -> pd.DataFrame:
@@ -459,6 +463,13 @@ def _run_folders(folder: Path, depth: int) -> Iterator[tuple[Path, str]]:
         yield folder, str(error)
     except OSError as error:
         yield folder, f"{folder} cannot be read ({error.strerror})"
+
+
+def _view(name: str) -> Callable[..., Any]:
+    """What makes a view of a run."""
+    if name not in VIEWS:
+        raise UserError(f"run, {name}: figures and pages are not loaded; import sharpscope.views")
+    return VIEWS[name]
 
 
 def _steps(steps: Iterable[int] | int | None) -> set[int] | None:

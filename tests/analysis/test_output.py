@@ -19,7 +19,8 @@ from sharpscope.analysis.card import write_card
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.text import escape_markdown, percent
 from sharpscope.errors import UserError
-from sharpscope.traces import SCHEMA_VERSION, load_run, load_runs, update_run_info
+from sharpscope.traces import SCHEMA_VERSION, update_run_info
+from sharpscope.views import load_run, load_runs
 from tests.analysis.conftest import SPIKE, STEPS, WORDS, ids_of, write_report_run
 from tests.traces.synthetic import Shape, new_run, write_run
 

@@ -18,7 +18,8 @@ from sharpscope.analysis.plots.surface_figures import smooth_density
 from sharpscope.analysis.plots.token_figures import GRID, lorenz_curve
 from sharpscope.cli import app
 from sharpscope.errors import UserError
-from sharpscope.traces import TraceWriter, load_run, load_runs
+from sharpscope.traces import TraceWriter
+from sharpscope.views import load_run, load_runs
 from tests.traces.synthetic import new_run, rows
 
 PAIR, EXAMPLE, LOG = "tests/data/pair", "data/example/sums", "tests/diagnose/logs.csv"

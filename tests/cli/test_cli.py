@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -271,3 +272,18 @@ def test_imports_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_imports_without_modules_of_posix_alone():
+    """Traces can be read and configurations checked where there is no fcntl and no resource; nothing imports them at its top."""
+    code = (
+        "import sys; sys.modules |= {'fcntl': None, 'resource': None}\n"
+        "import sharpscope, sharpscope.cli, sharpscope.analysis, sharpscope.sweeps\n"
+        "print(sharpscope.load_run('data/example/sums').status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "finished\n", done.stderr
+    package = ROOT / "sharpscope"
+    modules = [ast.parse(path.read_text("utf-8")) for path in package.rglob("*.py")]
+    tops = {ast.unparse(node) for tree in modules for node in tree.body}
+    assert "import json" in tops and not {"import fcntl", "import resource"} & tops

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -276,3 +277,18 @@ def test_other_libraries_agree_on_a_language_model(backend):
     assert abs(found.trace - exact.sum()) < 5 * found.trace_std_error
     with pytest.raises(UserError, match="eigenvalues and trace of the Hessian only"):
         curvature(surface, None, backend=backend, operator="fisher")
+
+
+@pytest.mark.parametrize(
+    ("backend", "distribution"),
+    [("pyhessian", "pyhessian"), ("curvlinops", "curvlinops-for-pytorch")],
+)
+def test_a_backend_that_is_not_installed_is_named_with_its_fix(monkeypatch, backend, distribution):
+    module = "pyhessian.hessian" if backend == "pyhessian" else backend
+    monkeypatch.setitem(sys.modules, module, None)
+    weight = torch.ones(3, requires_grad=True)
+    with pytest.raises(UserError) as error:
+        curvature(lambda: weight.square().sum(), [weight], backend=backend)
+    assert str(error.value) == (
+        f"backend, '{backend}': it is not installed; pip install {distribution}"
+    )
