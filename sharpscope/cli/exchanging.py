@@ -19,7 +19,7 @@ from sharpscope.cli.console import (
 def export(
     runs: Runs,
     to: Annotated[
-        str, Option(help="tensorboard | wandb (each needs its extra) | packed | reduced.")
+        str, Option(help="tensorboard | wandb | trackio (each needs its extra) | packed | reduced.")
     ],
     out: Annotated[Path, Option(help="Folder that is written.")] = Path("logs"),
     project: Annotated[
@@ -30,6 +30,7 @@ def export(
 ) -> None:
     """Export curves to a logger, or runs as packed or reduced data.
 
+    trackio also gets what was found as alerts, the leading tokens of measured steps as traces, and the page as an artifact.
     packed: finished runs in one Parquet file per table; commands that read runs also read it. reduced: finished runs without
     texts and with a sample of their tokens, a few hundred kilobytes each, from which claims, tables and figures are the
     same; runs already in --out are kept. Neither has checkpoints.
@@ -63,11 +64,11 @@ def export(
             paths, to, out, project=project, online=online, follow=follow
         ).items():
             say(f"{name}: {count} values")
-        view = (
-            f"tensorboard --logdir {out}"
-            if to == "tensorboard"
-            else f"wandb sync {out}/wandb/offline-run-*"
-        )
+        view = {
+            "tensorboard": f"tensorboard --logdir {out}",
+            "wandb": f"wandb sync {out}/wandb/offline-run-*",
+            "trackio": f"TRACKIO_DIR={out} trackio show --project {project}",
+        }[to]
         say(f"Written: {out}/. View:  {view}" if not online else f"Uploaded to project {project}.")
 
 

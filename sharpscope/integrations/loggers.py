@@ -1,4 +1,4 @@
-"""Export of scalars (tables steps, updates, eval and probes) to TensorBoard and Weights & Biases."""
+"""Export of scalars (tables steps, updates, eval and probes) to TensorBoard, Weights & Biases and Trackio."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def export(
 
     Args:
         run_dirs: folders of runs.
-        to: tensorboard | wandb.
+        to: tensorboard | wandb | trackio (which also gets findings, leading tokens and the page).
         out: folder for the logger's files.
         project: project name (not for TensorBoard).
         online: upload to Weights & Biases; all other logging stays on the machine.
@@ -46,7 +46,8 @@ def export(
             one name, or `out` cannot be written.
     """
     if to not in _LOGGERS:
-        raise UserError(f"--to {to}: unknown{nearest(to, _LOGGERS)}")
+        valid = [*_LOGGERS, "packed", "reduced"]
+        raise UserError(f"--to {to}: unknown{nearest(to, valid)}")
     if online and to != "wandb":
         raise UserError(f"--online: not supported by {to}; leave it out or use --to wandb")
     if importlib.util.find_spec(to) is None:
@@ -63,9 +64,7 @@ def export(
                 runs = {name: load_run(path) for name, path in paths.items()}
                 for name, run in runs.items():
                     if name not in writers:
-                        writers[name] = _LOGGERS[to](
-                            stack, Path(out), name, run.config, project, online
-                        )
+                        writers[name] = _LOGGERS[to](stack, Path(out), name, run, project, online)
                     for step, row in scalars(run).items():
                         new = {
                             key: value
@@ -113,7 +112,7 @@ _NAMES = {
 
 
 def _tensorboard(
-    stack: ExitStack, out: Path, name: str, _config: Any, _project: str, _online: bool
+    stack: ExitStack, out: Path, name: str, _run: Run, _project: str, _online: bool
 ) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -121,7 +120,9 @@ def _tensorboard(
     return lambda step, row: [writer.add_scalar(key, value, step) for key, value in row.items()]
 
 
-def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, online: bool) -> Any:
+def _wandb(
+    stack: ExitStack, out: Path, name: str, recorded: Run, project: str, online: bool
+) -> Any:
     import wandb
 
     out.mkdir(parents=True, exist_ok=True)
@@ -133,7 +134,12 @@ def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, on
     }
     settings = wandb.Settings(**quiet, console="off", silent=not online)
     mode: Any = "online" if online else "offline"  # whatever the environment says
-    given: dict[str, Any] = {"project": project, "name": name, "config": config, "dir": str(out)}
+    given: dict[str, Any] = {
+        "project": project,
+        "name": name,
+        "config": recorded.config,
+        "dir": str(out),
+    }
     run = wandb.init(**given, mode=mode, reinit="create_new", settings=settings)
     # Where no other run is open, teardown ensures that the file is written.
     stack.callback(lambda: wandb.teardown() if wandb.run is None else None)
@@ -141,4 +147,10 @@ def _wandb(stack: ExitStack, out: Path, name: str, config: Any, project: str, on
     return lambda step, row: run.log(row, step=step)
 
 
-_LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb}
+def _trackio(stack: ExitStack, out: Path, name: str, run: Run, project: str, _online: bool) -> Any:
+    from sharpscope.integrations.trackio import open_run
+
+    return open_run(stack, out, name, run, project)
+
+
+_LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

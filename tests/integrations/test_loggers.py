@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from sharpscope.errors import UserError
+from sharpscope.integrations import trackio
 from sharpscope.integrations.loggers import export, scalars
 from sharpscope.traces import RunLock, TraceWriter, load_run, update_run_info
 from tests.traces.synthetic import Shape, write_run
@@ -160,3 +162,57 @@ def test_wandb_is_offline_whatever_the_environment_says(run_dir, tmp_path, monke
     rows = {row["_step"]: row for row in history(file)}
     for name, values in expected(run_dir).items():
         assert {step: rows[step][name] for step in values} == pytest.approx(values), name
+
+
+@pytest.fixture
+def trackio_here(tmp_path, monkeypatch):
+    """A folder that Trackio writes to, although it reads its folder once, at import."""
+    import trackio
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("trackio") and hasattr(module, "TRACKIO_DIR"):
+            monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path)
+    return trackio
+
+
+def test_trackio_gets_curves_findings_tokens_and_the_page(tmp_path, trackio_here):
+    other = Path(write_run(tmp_path / "runs" / "one", shape=Shape(steps=3)))
+    paths = [other, Path(__file__).resolve().parents[2] / "data" / "example" / "sums"]
+    sent = export(paths, "trackio", tmp_path, project="p")
+    store = trackio_here.SQLiteStorage
+    assert sorted(store.get_runs("p")) == ["one", "sums"]
+    for path in paths:
+        run = load_run(path)
+        got = {
+            (row["step"], name): row[name]
+            for row in store.get_logs("p", path.name)
+            for name in row
+            if isinstance(row[name], float)
+        }
+        held = {
+            (step, key): value for step, row in scalars(run).items() for key, value in row.items()
+        }
+        assert len(held) == sent[path.name] > 0
+        assert {place: got[place] for place in held} == pytest.approx(held)
+        told = {alert["title"] for alert in store.get_alerts("p", path.name)}
+        assert told == {title for title, _, _ in trackio.alerts(run)} >= set(run.events["rule"])
+        assert (tmp_path / f"{path.name}-report" / "report.html").stat().st_size > 10_000
+    run = load_run(paths[1])
+    traces = store.get_traces("p", run="sums", sort="step_asc")
+    measured = [s for s in run.token_steps if run.tokens(s)["attribution"].notna().any()]
+    assert [trace["step"] for trace in traces] == measured != []
+    for trace in traces:
+        (score, leading) = (trace["metadata"][k] for k in ("score", "leading_tokens"))
+        tokens = run.tokens(trace["step"])
+        assert score == "attribution"  # the run was recorded before effects were
+        assert abs(leading[0][score]) == pytest.approx(tokens[score].abs().max())
+
+
+def test_trackio_sends_nothing_away(run_dir, tmp_path, trackio_here, monkeypatch):
+    with pytest.raises(UserError, match="TRACKIO_DIR is"):
+        export([run_dir], "trackio", tmp_path / "other")
+    for variable in trackio.ELSEWHERE:
+        with monkeypatch.context() as environment:
+            environment.setenv(variable, "someone/space")
+            with pytest.raises(UserError, match=variable):
+                export([run_dir], "trackio", tmp_path)
