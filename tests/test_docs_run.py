@@ -435,3 +435,44 @@ def test_the_documented_probes_run():
     assert names["rise"].first_order == pytest.approx(0.05 * at.norm().item(), rel=1e-6)
     # AdamW's first step is the sign of the gradient: (1 − η)⁴ + (2 − η)⁴ = 17 at η = 3.
     assert names["critical"].lr == pytest.approx(3, rel=1 / 16)
+
+
+TRANSCRIPT = re.compile(r"```bash\n(sharpscope [^\n]* --json)\n```\s+```json\n(.*?)```", re.DOTALL)
+
+
+def contains(whole, part):
+    """Whether `part` is in `whole`: of objects some keys, of lists elements in this order."""
+    if isinstance(part, dict):
+        return isinstance(whole, dict) and all(
+            key in whole and contains(whole[key], value) for key, value in part.items()
+        )
+    if isinstance(part, list):
+        rest = iter(whole)
+        return all(any(contains(one, value) for one in rest) for value in part)
+    return whole == part
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_the_transcripts_of_agents_are_what_the_commands_print(number, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = TRANSCRIPT.findall(NAMES["docs/agents.md"].read_text("utf-8"))
+    assert len(found) == 3
+    command, answer = found[number]
+    with pytest.raises(SystemExit) as ended:
+        main(shlex.split(command)[1:])
+    assert ended.value.code == 0
+    assert contains(json.loads(capsys.readouterr().out), json.loads(answer))
+
+
+def test_the_skill_names_commands_that_are_there(tmp_path, capsys):
+    out = str(tmp_path / "here")
+    with pytest.raises(SystemExit) as ended:
+        main(["skill", "--out", out])
+    assert ended.value.code == 0
+    text = (tmp_path / "here" / "SKILL.md").read_text("utf-8")
+    named = set(re.findall(r"`sharpscope ([a-z]+)", text))
+    assert {"diagnose", "show", "tokens", "fork", "rotate", "probe", "compare"} == named
+    assert named <= set(typer.main.get_command(app).commands)
+    with pytest.raises(SystemExit) as ended:
+        main(["skill", "--out", out])
+    assert ended.value.code == 2 and "has a SKILL.md already" in capsys.readouterr().err

@@ -49,7 +49,11 @@ PANELS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     },
     "Study": {"study": studying.study},
     "Exchange": {"import": exchanging.import_, "export": exchanging.export},
-    "Look up": {"methods": describe.methods, "config": describe.config},
+    "Look up": {
+        "methods": describe.methods,
+        "config": describe.config,
+        "skill": describe.skill,
+    },
 }
 """Sections of --help, and the order of their commands."""
 

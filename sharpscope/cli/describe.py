@@ -1,13 +1,15 @@
-"""`methods` and `config`: list and explain what is available."""
+"""`methods`, `config` and `skill`: list and explain what is available."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import resources
+from pathlib import Path
 from typing import Annotated
 
 from typer import Argument, Option
 
-from sharpscope.cli.console import check_names
+from sharpscope.cli.console import check_names, say
 
 BASIC = (
     *("out", "seed", "steps", "task", "policy.model", "policy.dtype", "policy.lora"),
@@ -168,3 +170,22 @@ def config(
         console.print(
             f"\n{len(chosen)} of {len(rows)} settings; --all lists all, `sharpscope config PART` those of a part (rollout, method.clip)."
         )
+
+
+def skill(
+    out: Annotated[Path, Option(help="Folder that gets SKILL.md.")] = Path("skills/sharpscope"),
+) -> None:
+    """Write SKILL.md, which tells a coding agent when and how to use sharpscope.
+
+    Example:
+      sharpscope skill --out .agents/skills/sharpscope
+    """
+    from sharpscope.errors import UserError
+
+    file = out / "SKILL.md"
+    if file.exists():
+        raise UserError(f"--out {out}: has a SKILL.md already; remove it, or give another folder")
+    out.mkdir(parents=True, exist_ok=True)
+    text = resources.files("sharpscope.cli").joinpath("SKILL.md").read_text("utf-8")
+    file.write_text(text, "utf-8")
+    say(f"Written: {file}")
