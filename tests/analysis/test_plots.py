@@ -79,7 +79,7 @@ def test_trajectories_are_means_with_t_intervals_in_one_color_a_setting(study):
     axes, frame = plots.trajectories(load_runs_of(study))
     reward = frame[(frame["quantity"] == "reward") & (frame["setting"] == "grpo")]
     means = reward.groupby("step")["value"].mean()
-    (axis,) = [one for one in axes if one.get_ylabel() == "reward"]
+    (axis,) = [one for one in axes if one.get_title(loc="left") == "reward"]
     line = next(one for one in axis.lines if one.get_label() == "grpo")
     np.testing.assert_allclose(line.get_ydata(), means)
     palette = {}
@@ -171,6 +171,18 @@ def test_a_plane_is_drawn_from_its_table_with_the_path(tmp_path):
     line, here = axes[0].lines
     assert list(line.get_xdata()) == [0.9, 0.4, 0.0] and list(here.get_xdata()) == [0]
     assert len(frame) == 52 and len(axes) == 2
+
+
+def test_tables_of_a_probe_are_drawn_from_their_parquet_files_by_checkpoint(tmp_path):
+    at = np.linspace(-1, 1, 5)
+    rows = pd.DataFrame({"direction": "gradient", "distance": at, "std_error": 0.1})
+    parts = [rows.assign(loss=k * at**2, checkpoint=f"step {k}") for k in (4, 8)]
+    pd.concat(parts).to_parquet(tmp_path / "slices.parquet")
+    (axis,) = plots.slices(str(tmp_path / "slices.parquet")).axes
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axis.lines[:2]}
+    assert drawn == {f"step {k}": pytest.approx(list(k * at**2)) for k in (4, 8)}
+    band = axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx(4 + 0.196) and band.min() == pytest.approx(-0.196)
 
 
 def test_effects_against_removal_name_their_rank_correlation(tmp_path):

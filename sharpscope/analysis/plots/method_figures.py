@@ -12,7 +12,7 @@ import seaborn as sns
 from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 
-from sharpscope.analysis.plots.registry import plot
+from sharpscope.analysis.plots.registry import not_from_runs, plot
 from sharpscope.analysis.plots.style import (
     GRAY,
     WIDTHS,
@@ -23,17 +23,12 @@ from sharpscope.analysis.plots.style import (
     panel,
     plain,
     styled,
+    titled,
 )
 from sharpscope.analysis.statistics import contrast_interval, mean_interval
-from sharpscope.traces import Runs
 
 if TYPE_CHECKING:
     from sharpscope.analysis.claims import Verdict
-
-
-def not_from_runs(_: Runs) -> pd.DataFrame:
-    """A frame of its own: give a CSV file, such as `rotation.csv` of `sharpscope rotate`."""
-    return pd.DataFrame()
 
 
 @plot(not_from_runs, "method", "gradient_rotation", "update_rotation")
@@ -66,15 +61,20 @@ def rotation_map(figure: Picture, frame: pd.DataFrame) -> None:
     """Methods × policies: angle of each method's gradient to the reference's as a heat map, beside its angle after the optimizer."""
     table = frame.pivot(index="method", columns="policy", values="gradient_rotation")
     table = table.loc[table.mean(axis=1).sort_values(ascending=False).index]
-    figure.set_figheight(0.8 + 0.15 * len(table))
-    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    height = 0.8 + 0.15 * len(table)
+    if figure.get_figwidth() > 5:
+        figure.set_figheight(height)
+        left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    else:
+        figure.set_figheight(height + 2.4)
+        left, right = figure.subplots(2, 1, height_ratios=[height, 2.4])
     left.grid(visible=False)
-    bar = {"label": "angle of the gradient [°]", "pad": 0.02}
-    look = {"annot": True, "fmt": ".0f", "annot_kws": {"size": 6.5}, "cbar_kws": bar}
-    sns.heatmap(table.rename(index=plain), cmap="cividis", vmin=0, vmax=90, ax=left, **look)
-    left.tick_params(length=0)
-    left.set(xlabel="", ylabel="")
+    look = {"annot": True, "fmt": ".0f", "annot_kws": {"size": 6.5}, "cbar": False}
+    sns.heatmap(table, cmap="cividis", vmin=0, vmax=90, ax=left, **look)
     left.set_yticks(np.arange(len(table)) + 0.5, [plain(name, 30) for name in table.index])
+    left.tick_params(length=0)
+    left.tick_params(axis="x", rotation=20)
+    left.set(xlabel="", ylabel="", title="angle of the gradient [°]")
     palette = color_of(frame["policy"])
     for policy, rows in frame.groupby("policy", sort=False):
         angles = rows["gradient_rotation"], rows["update_rotation"]
@@ -100,11 +100,9 @@ def removal(figure: Picture, frame: pd.DataFrame) -> None:
             rows, x="removal", y="effect", color=colors()[0], s=12, linewidth=0, alpha=0.7, ax=axis
         )
         rank = spearmanr(rows["effect"], rows["removal"]).statistic if len(rows) > 2 else math.nan
-        axis.set_title(
-            f"{plain(outcome)}: rank correlation {rank:.2f}, n = {len(rows)}", loc="left"
-        )
-        unit = f" [{plain(rows['unit'].iloc[0])}]" if "unit" in rows and len(rows) else ""
-        axis.set(xlabel=f"measured by removal{unit}", ylabel=f"effect{unit}")
+        unit = f" [{rows['unit'].iloc[0]}]" if "unit" in rows and len(rows) else ""
+        titled(axis, f"{outcome}{unit}: rank correlation {rank:.2f}, n = {len(rows)}")
+        axis.set(xlabel="measured by removal", ylabel="effect")
     legend(figure, axes)
 
 

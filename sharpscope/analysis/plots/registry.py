@@ -19,8 +19,13 @@ from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, Runs, load_runs
 
 Source = Runs | Run | pd.DataFrame | str | Path | list[str | Path]
-"""What a figure is made of: recorded runs, their folders, or the figure's own tidy frame (also as CSV)."""
+"""What a figure is made of: recorded runs, their folders, or the figure's own tidy frame (also as a CSV or Parquet file)."""
 Draw = Callable[[Picture, pd.DataFrame], None]
+READERS: dict[str, Callable[[Path], pd.DataFrame]] = {
+    ".csv": pd.read_csv,
+    ".parquet": pd.read_parquet,
+}
+"""Ending of a file that holds a figure's frame -> what reads it."""
 
 
 class Drawn(NamedTuple):
@@ -128,8 +133,8 @@ class Plot:
             file = Path(files[0])
             if self.log:
                 return self.frame(file, **choices)
-            if file.suffix == ".csv" and file.is_file():
-                return pd.read_csv(file)
+            if file.suffix in READERS and file.is_file():
+                return READERS[file.suffix](file)
         if self.log:
             raise UserError(f"plot {self.name}: give one log, such as trainer_state.json")
         return self.frame(runs_of(data), **choices)
@@ -168,6 +173,11 @@ def plot(
         return made
 
     return register
+
+
+def not_from_runs(_: Runs) -> pd.DataFrame:
+    """A table of its own: give a CSV or Parquet file, such as `rotation.csv` of `sharpscope rotate`."""
+    return pd.DataFrame()
 
 
 def plot_named(name: str) -> Plot:

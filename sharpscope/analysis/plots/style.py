@@ -16,6 +16,8 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from sharpscope.analysis.curves import COLORS
 from sharpscope.analysis.text import printable
@@ -169,7 +171,37 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     across = max(1, min(len(found), 4, fit))
     lines = -(-len(found) // across)
     figure.set_figheight(figure.get_figheight() + 0.17 * lines)
-    figure.legend(list(found.values()), list(found), loc="outside upper center", ncols=across)
+    place = "outside upper center"
+    drawn = figure.legend(list(found.values()), list(found), loc=place, ncols=across)
+    for handle in drawn.legend_handles:  # the points of a scatter plot are too small to tell colors
+        if isinstance(handle, Line2D) and handle.get_linestyle() == "None":
+            handle.set(markersize=5, alpha=1)
+
+
+def inches(axis: Axes) -> float:
+    """Width of an axis' figure [inches]."""
+    figure = axis.figure
+    assert isinstance(figure, Figure)
+    return figure.get_figwidth()
+
+
+def titled(axis: Axes, text: object, color: str = "") -> None:
+    """A panel's quantity above it, on as many lines as it needs: beside a low panel it would not fit."""
+    grid, size = axis.get_gridspec(), float(mpl.rcParams["font.size"])
+    assert grid is not None
+    room = inches(axis) / grid.ncols - 0.4  # [inches], beside the ticks
+    letters = int(room / (0.0078 * size))
+    title = fill(plain(text, 120), letters)
+    axis.set_title(title, loc="left", color=color or mpl.rcParams["text.color"])
+
+
+def log_axis(axis: Axes) -> None:
+    """A logarithmic y axis with plain numbers: powers of ten and, where there are few of these, twice and 5 times them."""
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 60 * low else (1.0,)))
+    axis.yaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_minor_formatter(NullFormatter())
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:

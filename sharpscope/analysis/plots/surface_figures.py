@@ -42,6 +42,14 @@ def spectrum_frame(runs: Runs) -> pd.DataFrame:
     return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
 
 
+def by_checkpoint(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with a column `checkpoint`, by which lines are told apart: its own, or the step."""
+    if "checkpoint" in frame:
+        return frame
+    steps = "step " + frame["step"].astype(str) if "step" in frame else "measured"
+    return frame.assign(checkpoint=steps)
+
+
 def smooth_density(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Density at `grid` of `weights` at `nodes`, each a Gaussian; it integrates to their sum over a grid that holds them."""
     width = SMOOTH * (grid[-1] - grid[0])
@@ -53,16 +61,16 @@ def smooth_density(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> 
 def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
     """Spectral density of the Hessian at each step measured; ticks mark the largest and the smallest eigenvalue.
 
-    From a run: of stochastic Lanczos quadrature, each node a Gaussian of 1.2 % of the range. A frame may have `step`, `low` and
-    `high` (a band), and rows of kind `extreme`.
+    From a run: of stochastic Lanczos quadrature, each node a Gaussian of 1.2 % of the range. A frame may have `checkpoint` or `step`,
+    `low` and `high` (a band), and rows of kind `extreme`.
     """
     (axis,) = figure.panels(1, 2.3)
-    whole = frame if "step" in frame else frame.assign(step="measured")
+    whole = by_checkpoint(frame)
     whole = whole if "kind" in whole else whole.assign(kind="density")
-    palette = color_of(whole["step"])
-    for step, rows in whole.groupby("step"):
-        color, line = palette[str(step)], rows[rows["kind"] == "density"]
-        axis.plot(line["eigenvalue"], line["density"], color=color, label=f"step {step}")
+    palette = color_of(whole["checkpoint"])
+    for name, rows in whole.groupby("checkpoint", sort=False):
+        color, line = palette[str(name)], rows[rows["kind"] == "density"]
+        axis.plot(line["eigenvalue"], line["density"], color=color, label=plain(name))
         if "low" in line:
             band = line["eigenvalue"], line["low"], line["high"]
             axis.fill_between(*band, color=color, alpha=0.2, linewidth=0)
@@ -95,16 +103,17 @@ def slice_frame(runs: Runs) -> pd.DataFrame:
 def slices(figure: Picture, frame: pd.DataFrame) -> None:
     """Slices of the loss along the step, the gradient, the top eigenvector and random directions, at each step measured.
 
-    A frame may have `step`, `std_error` (a band of ± 1.96) and `trained` (where training has been, a thick line).
+    A frame may have `checkpoint` or `step`, `std_error` (a band of ± 1.96) and `trained` (where training has been, a thick line).
     """
     directions = list(dict.fromkeys(frame["direction"]))
     axes = figure.panels(len(directions), 1.9, across=4, sharey=True)
-    whole = frame if "step" in frame else frame.assign(step="measured")
-    palette = color_of(whole["step"])
+    whole = by_checkpoint(frame)
+    palette = color_of(whole["checkpoint"])
     for axis, direction in zip(axes, directions, strict=True):
-        for step, rows in whole[whole["direction"] == direction].groupby("step"):
-            line, color = rows.sort_values("distance"), palette[str(step)]
-            axis.plot(line["distance"], line["loss"], color=color, marker=".", label=f"step {step}")
+        here = whole[whole["direction"] == direction]
+        for name, rows in here.groupby("checkpoint", sort=False):
+            line, color = rows.sort_values("distance"), palette[str(name)]
+            axis.plot(line["distance"], line["loss"], color=color, marker=".", label=plain(name))
             if "std_error" in line:
                 ends = (line["loss"] + sign * 1.96 * line["std_error"] for sign in (-1, 1))
                 axis.fill_between(line["distance"], *ends, color=color, alpha=0.2, linewidth=0)
@@ -141,5 +150,9 @@ def plane(figure: Picture, frame: pd.DataFrame) -> None:
     axis.plot(path["first"], path["second"], color="white", marker=".", linewidth=1)
     axis.plot(0, 0, "o", color="white", markeredgecolor="black", markersize=5)
     figure.colorbar(filled, ax=axis, label="loss", pad=0.02)
-    axis.set(xlabel="distance along the first direction", ylabel="along the second [L2 norm]")
+    names = (
+        str(frame["axes"].iloc[0]) if "axes" in frame else "first direction and second direction"
+    )
+    first, second = names.split(" and ")
+    axis.set(xlabel=f"distance along {first} [L2 norm]", ylabel=f"along {second} [L2 norm]")
     axis.grid(visible=False)

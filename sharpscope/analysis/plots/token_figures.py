@@ -11,13 +11,14 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
-from sharpscope.analysis.plots.registry import plot
+from sharpscope.analysis.plots.registry import not_from_runs, plot
 from sharpscope.analysis.plots.style import (
     GRAY,
     Picture,
     color_of,
     colors,
     diverging,
+    inches,
     legend,
     plain,
 )
@@ -264,7 +265,7 @@ def weights(figure: Picture, frame: pd.DataFrame) -> None:
     legend(figure, [axes[0, 0], axes[1, 0]])
 
 
-@plot(lambda runs: pd.DataFrame(), "method", "axis", "x", "weight")
+@plot(not_from_runs, "method", "axis", "x", "weight")
 def weight_functions(figure: Picture, frame: pd.DataFrame) -> None:
     """Weights as functions of the logit and of the probability, as `sharpscope rotate --plot` tabulates them."""
     axes = figure.panels(2, 2.2)
@@ -354,6 +355,7 @@ def heat_map(axis: Axes, table: pd.DataFrame, label: str, limit: float | None = 
     sizes = np.abs(table.to_numpy(float))
     end = float(np.nanquantile(sizes, 0.98)) if limit is None else limit
     axis.grid(visible=False)
+    wide = inches(axis) > 5
     sns.heatmap(
         table,
         cmap=diverging(),
@@ -363,7 +365,7 @@ def heat_map(axis: Axes, table: pd.DataFrame, label: str, limit: float | None = 
         cbar_kws={"label": label, "pad": 0.02},
         linewidths=0.3 if table.size < 800 else 0.0,
         linecolor=mpl.rcParams["figure.facecolor"],
-        xticklabels=max(1, -(-table.shape[1] // 14)),
+        xticklabels=max(1, -(-table.shape[1] // (14 if wide else 6))),
         yticklabels=1,
         ax=axis,
     )

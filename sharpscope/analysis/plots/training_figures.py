@@ -23,9 +23,12 @@ from sharpscope.analysis.plots.style import (
     Picture,
     color_of,
     colors,
+    inches,
     legend,
+    log_axis,
     plain,
     setting_text,
+    titled,
 )
 from sharpscope.analysis.plots.token_figures import heat_map
 from sharpscope.analysis.statistics import FEWEST, mean_interval
@@ -80,6 +83,7 @@ def mean_lines(axis: Axes, frame: pd.DataFrame, by: str, palette: dict[str, str]
             ax=axis,
         )
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axis.set(xlabel="step", ylabel="")
 
 
 def trajectory_frame(runs: Runs) -> pd.DataFrame:
@@ -104,8 +108,9 @@ def trajectories(figure: Picture, frame: pd.DataFrame) -> None:
         mean_lines(axis, frame[frame["quantity"] == quantity], "setting", palette)
         if quantity == STEPS["grad_norm"].name:
             positive = frame["value"][(frame["quantity"] == quantity) & (frame["value"] > 0)]
-            axis.set(yscale="log", ylim=(0.8 * positive.quantile(0.005), None))
-        axis.set(xlabel="step", ylabel=plain(quantity, 100))
+            axis.set_ylim(bottom=0.8 * positive.quantile(0.005))
+            log_axis(axis)
+        titled(axis, quantity)
     legend(figure, axes)
 
 
@@ -132,7 +137,8 @@ def intervals(axis: Axes, names: Sequence[str], frame: pd.DataFrame) -> None:
         text = "interval without 0" if clear else "interval with 0"
         values = frame["difference"][sure == clear]
         axis.plot(values, at[sure == clear], "o", ms=5, mfc=face, mec=colors()[0], label=text)
-    axis.set_yticks(at, [plain(name, 48) for name in names])
+    letters = 36 if inches(axis) > 5 else 24
+    axis.set_yticks(at, [fill(plain(name, 90), letters) for name in names])
     axis.set_ylim(-0.6, len(frame) - 0.4)
 
 
@@ -154,9 +160,8 @@ def ablation(figure: Picture, frame: pd.DataFrame) -> None:
     (axis,) = figure.panels(1, 0.6 + 0.22 * len(shown))
     labels = shown["treatment"].map(lambda name: setting_text(method_label(str(name))))
     intervals(axis, list(labels + " (" + shown["n"].astype(str) + " seeds)"), shown)
-    axis.set_xlabel(
-        f"{plain(shown['quantity'].iloc[0])}, less {shown['baseline'].iloc[0]} [points]"
-    )
+    quantity, baseline = shown.iloc[0][["quantity", "baseline"]]
+    axis.set_xlabel(f"{plain(quantity)}, less {plain(baseline)} [points]", loc="right")
     legend(figure, [axis])
 
 
@@ -248,7 +253,7 @@ def paired(figure: Picture, frame: pd.DataFrame) -> None:
         rows = frame[frame["quantity"] == quantity].assign(setting=label)
         axis.axhline(0, color=GRAY, linewidth=0.9)
         mean_lines(axis, rows, "setting", {label: colors()[0]})
-        axis.set(xlabel="step", ylabel=f"difference: {plain(quantity, 90)}")
+        titled(axis, quantity)
     legend(figure, axes)
 
 
@@ -273,10 +278,11 @@ def forest(figure: Picture, frame: pd.DataFrame) -> None:
     axes = figure.panels(len(units), 0.7 + 0.2 * max(map(len, rows)), across=1)
     for axis, unit, part in zip(axes, units, rows, strict=True):
         intervals(axis, list(part["quantity"]), part)
-        axis.set_xlabel(f"difference [{unit}]")
+        axis.set_xlabel(f"difference [{unit}]", loc="right")
     row = frame.iloc[0]
     names = [method_label(str(row[which])) for which in ("treatment", "baseline")]
-    axes[0].set_title(setting_text(" − ".join(names)) + f", pairs: {frame['n'].max()}", loc="left")
+    title = f"{setting_text(' − '.join(names))}, pairs: {frame['n'].max()}"
+    axes[0].set_title(title, loc="right")
     legend(figure, axes)
 
 
@@ -317,7 +323,7 @@ def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
             page = str(mpl.rcParams["axes.facecolor"])
             points = full["step"], full["value"]
             axis.plot(*points, "o", mfc=page, mec=GRAY, ms=6, label="saturated")
-        axis.set(xlabel="step", ylabel=plain(measure, 80))
+        titled(axis, measure)
     legend(figure, axes)
 
 
@@ -375,19 +381,20 @@ def log_frame(file: Path, run: str | None = None) -> pd.DataFrame:
 def log(figure: Picture, frame: pd.DataFrame) -> None:
     """A training log as small multiples, with the step at which each finding of `sharpscope diagnose` begins."""
     quantities = list(dict.fromkeys(frame["quantity"]))
-    axes = figure.panels(len(quantities), 1.35, across=3)
+    axes = figure.panels(len(quantities), 1.5, across=3)
     for axis, quantity in zip(axes, quantities, strict=True):
         rows = frame[frame["quantity"] == quantity]
         axis.plot(rows["step"], rows["value"], color=colors()[0], linewidth=1.1)
         onset, finding = rows["onset"].iloc[0], rows["finding"].iloc[0]
-        title, color = fill(plain(quantity, 60), 24), str(mpl.rcParams["text.color"])
+        title, color = str(quantity), ""
         if np.isfinite(onset):
             color = colors()[3]
             axis.axvline(onset, color=color, linewidth=1.2)
             axis.axvspan(onset, rows["step"].max(), color=color, alpha=0.1, linewidth=0)
-            title += "\n" + fill(f"{plain(finding, 60)}: step {onset:.0f}", 24)
-        axis.set_title(title, loc="left", color=color)
+            title = f"{quantity}. {finding}, step {onset:.0f}"
+        titled(axis, title, color)
         positive = bool((rows["value"] > 0).all())
         wide = positive and rows["value"].max() > 20 * rows["value"].min()
-        axis.set_yscale("log" if wide and bool(rows["log"].iloc[0]) else "linear")
+        if wide and rows["log"].iloc[0]:
+            log_axis(axis)
         axis.set_xlabel("step")
