@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.cause_sections import identity_sections
 from sharpscope.analysis.curves import study_charts, study_values
 from sharpscope.analysis.effects import effect_headline
 from sharpscope.analysis.forks import fork_differences, fork_sections
@@ -145,6 +146,7 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     for run, spike in largest[:LARGEST_STEPS]:
         details = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
         sections += [replace(section, part="Tokens", step=spike.step) for section in details]
+    sections += identity_sections(runs)
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare
         instead = {"Runs": "Events and cost"}

@@ -294,7 +294,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
     @functools.wraps(function)
     def _remembering(run: Any, *arguments: Any) -> Value:
         known = vars(run).setdefault("_remembered", {})
-        key = (function.__qualname__, *arguments)
+        key = (function, *arguments)
         if key not in known:
             known[key] = function(run, *arguments)
         result: Value = known[key]

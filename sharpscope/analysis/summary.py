@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
@@ -89,7 +90,7 @@ def facts_of(run: Run) -> str:
         f"{last_step(run)} of {config.get('steps') or config.get('max_steps') or '?'} steps": True,
         f"learning rate {rate}": rate,
         f"group size {config.get('rollout.group_size')}": config.get("rollout.group_size"),
-        f"started {info.get('started')}": info.get("started"),
+        f"started {str(info.get('started'))[:16].replace('T', ' ')}": info.get("started"),
         f"on {info.get('device')}": info.get("device"),
     }
     said = ", ".join(fact for fact, is_known in facts.items() if is_known)
@@ -113,6 +114,7 @@ def verdict(run: Run) -> str:
 
 def _sentences(run: Run) -> Iterator[str]:
     """The sentences of a verdict."""
+    yield from cause(run)
     for one in numbers(run)[:2]:
         if one.title == "reward" or "accuracy" in one.title:
             name, unit = one.title.removesuffix(" [%]"), " %" if "[%]" in one.title else ""
@@ -126,27 +128,37 @@ def _sentences(run: Run) -> Iterator[str]:
         yield f"Largest update with tokens at step {spike.step}: “{token}” {way}."
 
 
+def cause(run: Run) -> list[str]:
+    """The sentence of the first cause that a run shows."""
+    return [one.sentence for one in checked(run).causes[:1]]
+
+
 def findings(run: Run) -> list[str]:
-    """What `sharpscope diagnose` says first of a run; of a packed or very short run nothing."""
-    if not run.path.is_dir():
+    """What `sharpscope diagnose` says first of a run without a cause; of a packed or very short run nothing."""
+    if cause(run) or not run.path.is_dir():
         return []
     try:
         found = diagnose(run.path)
     except UserError:
         return []
-    causes = [cause.sentence for cause in found.causes[:1]]
-    return causes or [
-        f"{one.rule.title} from step {one.step}." for one in found.findings[:FINDINGS]
-    ]
+    return [f"{one.rule.title} from step {one.step}." for one in found.findings[:FINDINGS]]
 
 
 @dataclass(frozen=True)
 class Head:
-    """The first screen of a page: name, facts in a line, verdict, and at most four numbers (title, value, detail, path)."""
+    """The first screen of a page.
+
+    Attributes:
+        name, facts: of the run, the facts in a line.
+        verdict: what happened.
+        step: the one whose tokens say most of it.
+        numbers: at most four, each with title, value, detail and path.
+    """
 
     name: str
     facts: str
     verdict: str = ""
+    step: int | None = None
     numbers: Sequence[Mapping[str, str]] = ()
 
 
@@ -162,7 +174,8 @@ def head_of(page: Page) -> Head:
             {"title": n.title, "value": n.last, "detail": f"from {n.first}", "path": n.path()}
             for n in numbers(run)
         ]
-        return Head(names[0], facts_of(run).split("\n")[0], verdict(run), made)
+        facts = facts_of(run).split("\n")[0]
+        return Head(names[0], facts, verdict(run), leading_step(run), made)
     listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     asked = [one for one in page.sections if one.title.startswith("Did ")][:1]
     compared = [one for one in page.sections if one.part == "Compare"][:1] if asked else []
@@ -176,9 +189,16 @@ def head_of(page: Page) -> Head:
     ]
     said = [f"{row['quantity']}: {row['difference']}, {row['shows']}." for row in rows[:2]]
     text = " ".join([*(one.title for one in asked), *said])
-    return Head(
-        f"{len(names)} runs", listed, text or verdict(runs[0]), [one | {"path": ""} for one in made]
-    )
+    courses = [one | {"path": ""} for one in made]
+    return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=courses)
+
+
+def leading_step(run: Run) -> int | None:
+    """The step whose tokens say most of a run: the first that shows its cause, or else the largest update with tokens."""
+    spike, causes = largest_update(run), checked(run).causes
+    if causes:
+        return causes[0].step
+    return None if spike is None else spike.step
 
 
 def leading_tokens(run: Run, top: int = 6) -> pd.DataFrame:

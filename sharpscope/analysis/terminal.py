@@ -14,6 +14,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from sharpscope.analysis.cause_sections import cause_sections
 from sharpscope.analysis.effects import effect_sections
 from sharpscope.analysis.headline import layer_sections, sentences, step_sections
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
@@ -23,8 +24,6 @@ from sharpscope.analysis.study import last_step, quiet
 from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, sample_text
-from sharpscope.causes import verdict
-from sharpscope.causes.verdict import open_text
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, Runs, load_run, load_runs
 
@@ -51,26 +50,11 @@ MOST_RUNS = 100
 """Runs that `show` compares; of more it shows a summary."""
 MOST_ROWS = 20
 """Rows of the tables in a summary."""
-MOST_CAUSES = 3
-"""Causes that `show` begins with."""
 
 
 def show(run: Run) -> RenderableType:
     """One run, to be printed by rich: causes, headline, curves, accuracy, sharpness, events and cost."""
     return to_terminal([*cause_sections(run), *run_sections(run)])
-
-
-def cause_sections(run: Run) -> list[Section]:
-    """The causes that a run shows, the first one first; without one, identities that are violated for an open reason."""
-    found, sections = verdict(run), list[Section]()
-    for cause in found.causes[:MOST_CAUSES]:
-        title = "Also fits" if sections else "Cause"
-        lines = [printable(line) for line in (cause.sentence, *cause.details)]
-        sections.append(Section(title, "\n".join(lines)))
-    if not sections and found.violated:
-        lines = [found.count, *(open_text(result) for result in found.violated)]
-        sections.append(Section("No cause is named", "\n".join(lines)))
-    return sections
 
 
 def path_sections(paths: Sequence[str | Path]) -> list[Section]:

@@ -247,3 +247,23 @@ def test_seeds_that_all_agree_and_few_counts_have_no_verdict():
     assert verdict_of(0.02, 0.05, 3, counted=False) == "a difference"
     assert verdict_of(-0.02, 0.05, 1, counted=True) == "no difference shown"
     assert verdict_of(math.nan, math.nan, 3, counted=False) == ""
+
+
+def test_the_page_has_the_causes_and_every_identity_of_a_run_and_a_row_for_each_of_several():
+    from sharpscope.analysis.cause_sections import identity_sections
+    from sharpscope.analysis.summary import verdict as summary
+    from sharpscope.causes import verdict
+    from sharpscope.traces import load_runs
+
+    runs = load_runs("tests/data/pair")
+    found = verdict(runs[0])
+    alone = load_runs("tests/data/pair/grpo-s0")
+    *_, table = identity_sections(alone)
+    assert table.title == found.count and len(table.content) == len(found.results) > 5
+    assert dict(zip(table.content["identity"], table.content["holds"], strict=True)) == {
+        one.identity.statement: "yes" if one.holds else "no" for one in found.results
+    }
+    (several,) = identity_sections(runs)
+    assert list(several.content["identities"]) == [verdict(run).count for run in runs]
+    assert summary(alone[0]) != verdict(alone[0])  # functions of one name are remembered apart
+    assert isinstance(summary(alone[0]), str)

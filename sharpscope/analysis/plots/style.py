@@ -171,8 +171,9 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
     across = max(1, min(len(found), 4, fit))
     lines = -(-len(found) // across)
     figure.set_figheight(figure.get_figheight() + 0.17 * lines)
-    place = "outside upper center"
-    drawn = figure.legend(list(found.values()), list(found), loc=place, ncols=across)
+    drawn = figure.legend(
+        list(found.values()), list(found), loc="outside upper center", ncols=across
+    )
     for handle in drawn.legend_handles:  # the points of a scatter plot are too small to tell colors
         if isinstance(handle, Line2D) and handle.get_linestyle() == "None":
             handle.set(markersize=5, alpha=1)

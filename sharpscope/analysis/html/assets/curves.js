@@ -308,7 +308,9 @@ const Curves = (() => {
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
       line(ctx, x, bbox.top, x, bbox.top + bbox.height);
       const width = ctx.measureText(short(text)).width;
-      const left = Math.max(bbox.left, Math.min(x + 4 * devicePixelRatio, bbox.left + bbox.width - width));
+      const gap = 4 * devicePixelRatio;
+      const fits = x + gap + width < bbox.left + bbox.width; // else the text ends at the line
+      const left = Math.max(bbox.left, fits ? x + gap : x - gap - width);
       const row = ends.findIndex((end) => end < left);
       if (row < 0) continue; // no room: the line stays, and pointing at it says what it is
       ends[row] = left + width + 8 * devicePixelRatio;
