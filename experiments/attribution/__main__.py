@@ -32,7 +32,8 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = HERE / f"{given.task}.jsonl"
-    sizes = Sizes(tokens=8, prompts=8, completions=8, single=5) if given.quick else Sizes()
+    quick = Sizes(tokens=8, prompts=8, completions=8, single=5, samples=4, probes=12)
+    sizes = quick if given.quick else Sizes()
     for seed in range(given.seeds if not given.table else 0):
         for setting in given.settings.split(","):
             one(path, given.task, setting, seed, sizes, given)

@@ -31,8 +31,6 @@ from sharpscope.tokens.update_effects import UpdateEffects
 
 TOP = 12
 """Leading tokens that are left out together."""
-SAMPLES = 8
-"""Independent completions a prompt."""
 RADIUS = 0.05
 
 
@@ -44,6 +42,8 @@ class Sizes:
     prompts: int = 12  # single prompts
     completions: int = 12  # random tenths of the completions
     single: int = 10  # single tokens
+    samples: int = 8  # independent completions a prompt
+    probes: int = 32  # held-out prompts
 
 
 @dataclass
@@ -76,10 +76,13 @@ class Runner:
             hook = None
             if wanted(step):
                 fresh = [
-                    self.drawer(drawn.examples, SAMPLES, 1000 * step + part) for part in (1, 2)
+                    self.drawer(drawn.examples, self.sizes.samples, 1000 * step + part)
+                    for part in (1, 2)
                 ]
                 held = [
-                    self.probe_set.draw("heldout", SAMPLES, self.drawer, 1000 * step + part)
+                    self.probe_set.draw(
+                        "heldout", self.sizes.samples, self.drawer, 1000 * step + part
+                    )
                     for part in (3, 4)
                 ]
 
@@ -383,6 +386,6 @@ def runner(task: str, setting: str, seed: int, sizes: Sizes, prompts: int, steps
         "optimizer.max_grad_norm": limit,
         "update.mini_batches": updates,
         "rollout.prompts_per_step": prompts,
-        "probes.prompts": 32,
+        "probes.prompts": sizes.probes,
     }
     return Runner(build_config(None, ["method=grpo"], given), sizes, limit)
