@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+import sharpscope
+
 KINDS = ("tokens", "prompts", "completions", "single tokens")
 OUTCOMES = ("kl", "entropy", "heldout", "sharpness", "gradient_norm", "failure")
 SCORES = (
@@ -46,13 +48,41 @@ updates):
 | outcome | by effect (predicted) | by effect | by share | by \\|c\\|·‖∇log π‖ | 12 random |
 |---|---|---|---|---|---|"""
 COLUMNS = ["kind", "outcome", "score", "rank", "slope"]
+REMOVAL = Path(sharpscope.__file__).parent / "analysis" / "removal.json"
+
+
+def measured(here: Path, name: str) -> list[dict]:
+    """The rows of a file of measurements; none where it is missing."""
+    path = here / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def removal(rows: list[dict]) -> dict:
+    """How well effects predict removal in plain runs of one policy: means over sets of tokens, prompts and completions.
+
+    For each outcome `rank`, and where it was measured on independent completions too `fresh` and `ceiling`.
+    """
+    plain = [row for row in rows if row["setting"] == "plain"]
+    ranks = pd.concat([pd.DataFrame(row["ranks"], columns=COLUMNS) for row in plain])
+    ranks = ranks[ranks["kind"] != "single tokens"]
+    means = ranks.groupby(["outcome", "score", "kind"])["rank"].mean()
+    means = means.groupby(["outcome", "score"]).mean().round(2)
+    found = {}
+    for outcome in OUTCOMES:
+        found[outcome] = {"rank": means[outcome, "effect"]}
+        if (fresh := f"{outcome} 2") in means:
+            found[outcome] |= {"fresh": means[fresh, "effect"]}
+            found[outcome] |= {"ceiling": means[fresh, "ceiling"]}
+    return {"updates": len(plain), "outcomes": found}
 
 
 def report(here: Path, tasks: list[str]) -> None:
-    """Write RESULTS.md."""
+    """Write RESULTS.md, and what lists of effects say about their prediction."""
+    of_policy = {f"embedded:{task}": removal(measured(here, task)) for task in tasks}
+    REMOVAL.write_text(json.dumps(of_policy, indent=1) + "\n", encoding="utf-8")
     parts = [INTRODUCTION]
     for task in tasks:
-        rows = [json.loads(line) for line in (here / f"{task}.jsonl").read_text().splitlines()]
+        rows = measured(here, task)
         for setting in dict.fromkeys(row["setting"] for row in rows):
             parts += _setting(task, setting, [row for row in rows if row["setting"] == setting])
     (here / "RESULTS.md").write_text("\n".join(parts), encoding="utf-8")

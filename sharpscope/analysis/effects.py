@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from sharpscope.analysis.spikes import PROBABILITY_EDGES
 from sharpscope.analysis.text import number, percent, told_apart
 from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
 from sharpscope.errors import UserError, nearest
+from sharpscope.packaged import package_yaml
 from sharpscope.traces import Run
 from sharpscope.traces.reader import piece_maker
 
@@ -23,8 +25,9 @@ OUTCOMES = {
     "sharpness": "SAM sharpness",
 }
 """Outcome of the columns `effect_…` → its name."""
-REMOVAL = {"kl": 0.95, "entropy": 0.93, "heldout": 0.97, "sharpness": 0.98}
-"""Rank correlation of effects with the change when tokens are left out, on the embedded policy `math` (docs/explanations/effects.md)."""
+REMOVAL: dict[str, dict[str, Any]] = package_yaml("sharpscope.analysis", "removal.json")
+"""Policy → how many updates were measured, and by outcome the rank correlation of effects with the change when tokens are left out
+(`rank`), that change on other completions (`fresh`) and the agreement of two such measurements (`ceiling`): experiments/attribution."""
 FEW = 4
 """Prompts and completions that are listed."""
 
@@ -43,6 +46,21 @@ def effect_tokens(run: Run, step: int, on: str) -> pd.DataFrame:
     of = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "correct", "prompt"]]
     tokens = tokens.merge(of, on="rollout", how="left")
     return tokens.assign(effect=tokens[column].astype(float), probability=np.exp(tokens["logp"]))
+
+
+def removal_text(run: Run, on: str) -> str:
+    """How well effects on an outcome (a key of OUTCOMES, or `failure`) predict what happens without the tokens on a run's policy."""
+    model = (run.config.get("policy") or {}).get("model")
+    known = REMOVAL.get(str(model))
+    if known is None:
+        first, (policy, known) = "Not measured on this model", next(iter(REMOVAL.items()))
+    else:
+        first, policy = "Measured", str(model)
+    found, updates = known["outcomes"][on], known["updates"]
+    said = f"{first}: rank correlation with the change when tokens are left out {found['rank']:.2f} on {policy} ({updates} updates)"
+    if "fresh" in found:
+        said += f", {found['fresh']:.2f} on other completions, where two measurements agree to {found['ceiling']:.2f}"
+    return f"{said}."
 
 
 def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -> list[Section]:
@@ -80,7 +98,7 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
         }
     )
     note = f"Effect > 0: with the token {OUTCOMES[on].partition(' [')[0]} is higher after the update, to first order."
-    note += f" Rank correlation with the change when tokens are left out: {REMOVAL[on]} (policy `math`)."
+    note += f" {removal_text(run, on)}"
     if on == "heldout":
         note += " It is measured on the probe set's held-out prompts, and says less of others."
     title = f"{run.name}, step {step}: effects of tokens on {OUTCOMES[on]}"

@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.stats import ttest_1samp
 
+from sharpscope.analysis.effects import removal_text
 from sharpscope.analysis.headline import sentences
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.statistics import mean_interval
@@ -262,7 +264,7 @@ def without_sections(run: Run, name: str) -> list[Section]:
             f"{run.name}, {where}: with all tokens, and without {', '.join(settings['sets'])}",
             " ".join(said),
         ),
-        Section("Predicted and measured", predictions, PREDICTED),
+        Section("Predicted and measured", predictions, predicted_note(run, settings)),
         Section("", table, note),
     ]
     for prefix, title in LAYERS.items():
@@ -300,6 +302,16 @@ def without_sections(run: Run, name: str) -> list[Section]:
         cells["token"] = sentences(run, step, tokens)  # type: ignore[assignment]
         cells["π"] = np.exp(tokens["logp"]).map(number)
     return [*parts, Section("The leading tokens", cells)]
+
+
+def predicted_note(run: Run, settings: dict[str, Any]) -> str:
+    """What the columns of predicted and measured changes are, and how well effects on the outcome predict."""
+    of_several = settings["to"] not in (None, settings["step"])
+    if of_several or settings["by"] != "effect":
+        return PREDICTED
+    # its `heldout` is the expected failure
+    on = "failure" if settings["on"] == "heldout" else settings["on"]
+    return f"{PREDICTED} Effects on {settings['on']}. {removal_text(run, on)}"
 
 
 def prediction_sentences(predictions: pd.DataFrame) -> list[str]:
