@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import pandas as pd
@@ -25,9 +25,21 @@ OUTCOMES = {
     "sharpness": "SAM sharpness",
 }
 """Outcome of the columns `effect_…` → its name."""
-REMOVAL: dict[str, dict[str, Any]] = package_yaml("sharpscope.analysis", "removal.json")
-"""Policy → how many updates were measured, and by outcome the rank correlation of effects with the change when tokens are left out
-(`rank`), that change on other completions (`fresh`) and the agreement of two such measurements (`ceiling`): experiments/attribution."""
+
+
+class Removal(TypedDict):
+    """How well effects predicted, on one policy, what happens without tokens (experiments/attribution).
+
+    By outcome: the rank correlation with the change (`rank`), with the change on other completions (`fresh`), and of two such
+    measurements with each other (`ceiling`).
+    """
+
+    updates: int  # that were measured
+    outcomes: dict[str, dict[str, float]]
+
+
+REMOVAL: dict[str, Removal] = package_yaml("sharpscope.analysis", "removal.json")
+"""By policy."""
 FEW = 4
 """Prompts and completions that are listed."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -256,6 +255,9 @@ def without_sections(run: Run, name: str) -> list[Section]:
     step, to = int(settings["step"]), settings["to"]
     where = f"step {step}" if to is None or to == step else f"steps {step} to {to}"
     predictions = predictions_table(pd.DataFrame(settings["predictions"]))
+    note_on_effects = PREDICTED
+    if settings["by"] == "effect" and where == f"step {step}":
+        note_on_effects = f"{PREDICTED} {prediction_note(run, settings['on'])}"
     said = prediction_sentences(predictions)
     if len(arms) == 3 and arms[2].endswith(" others"):
         said.append(tokens_verdict(values, arms, int(settings["sets"][0].partition(":")[2])))
@@ -264,7 +266,7 @@ def without_sections(run: Run, name: str) -> list[Section]:
             f"{run.name}, {where}: with all tokens, and without {', '.join(settings['sets'])}",
             " ".join(said),
         ),
-        Section("Predicted and measured", predictions, predicted_note(run, settings)),
+        Section("Predicted and measured", predictions, note_on_effects),
         Section("", table, note),
     ]
     for prefix, title in LAYERS.items():
@@ -304,14 +306,9 @@ def without_sections(run: Run, name: str) -> list[Section]:
     return [*parts, Section("The leading tokens", cells)]
 
 
-def predicted_note(run: Run, settings: dict[str, Any]) -> str:
-    """What the columns of predicted and measured changes are, and how well effects on the outcome predict."""
-    of_several = settings["to"] not in (None, settings["step"])
-    if of_several or settings["by"] != "effect":
-        return PREDICTED
-    # its `heldout` is the expected failure
-    on = "failure" if settings["on"] == "heldout" else settings["on"]
-    return f"{PREDICTED} Effects on {settings['on']}. {removal_text(run, on)}"
+def prediction_note(run: Run, on: str) -> str:
+    """How well effects on an outcome of a fork predict, whose `heldout` is the expected failure."""
+    return f"Effects on {on}. {removal_text(run, 'failure' if on == 'heldout' else on)}"
 
 
 def prediction_sentences(predictions: pd.DataFrame) -> list[str]:
