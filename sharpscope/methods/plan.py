@@ -94,8 +94,8 @@ class StepTensors(ByRow):
 
         Its mean is the covariance that drives the entropy (arXiv 2505.22617). [nats × advantage]
         """
-        mask, advantage, logp = self.mask.bool(), self.token_advantage.double(), self.logp.double()
-        product = (logp - logp[mask].mean()) * (advantage - advantage[mask].mean())
+        mask = self.mask.bool()
+        product = _centered(self.logp, mask) * _centered(self.token_advantage, mask)
         return torch.where(mask, product, 0.0)
 
     @property
@@ -172,6 +172,15 @@ class LossOutput:
     kl: Tensor  # (n, T) [nats] k3 against the reference policy, unweighted; 0 without a reference and outside the mask
     # scalar with gradient, the KL term of `loss`; None without one
     divergence: Tensor | None = None
+
+
+def _centered(value: Tensor, mask: Tensor) -> Tensor:
+    """`value` (N, T) less its mean over the mask, float64; exactly 0 where they differ by rounding alone."""
+    value = value.double()
+    inside = value[mask]
+    difference = value - inside.mean()
+    rounding = 1e-12 * inside.abs().amax() if len(inside) else 0.0
+    return torch.where(difference.abs() > rounding, difference, 0.0)
 
 
 def per_token(advantage: Tensor, like: Tensor) -> Tensor:

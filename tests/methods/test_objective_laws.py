@@ -166,6 +166,17 @@ def test_a_group_of_extreme_tokens_alone_keeps_its_mass():
     assert torch.equal(token_weights(named_method("cov-grpo").weight, flat), mask.double())
 
 
+@laws
+@given(seeds, st.sampled_from(["logp", "advantage"]), st.floats(-3.0, -0.01))
+def test_covariance_weights_are_one_where_nothing_varies(seed: int, field: str, value: float):
+    """The mean of equal numbers differs from them by rounding, which is no covariance."""
+    case = make_case(named_method("cov-grpo"), seed)
+    flat = torch.full_like(getattr(case.step, field), value)
+    step = replace(case.step, **{field: flat})
+    assert not step.covariance.any()
+    assert torch.equal(token_weights(named_method("cov-grpo").weight, step), case.mask.double())
+
+
 @pytest.mark.parametrize("name", sorted(ORACLES))
 def test_no_gradient_flows_through_a_weight_or_any_other_decision(name: str):
     case = make_case(named_method(name), 3)
