@@ -295,19 +295,37 @@ class AveragedProximal(Part):
 
 
 class Sharpness(Part):
-    """The gradient at θ + rho·g/‖g‖₂ in place of g = ∇L(θ), applied at θ (SAM, arXiv 2010.01412), or a part of it.
+    """Another gradient in place of g = ∇L(θ), from that at an ascended point θ + d·g, applied at θ.
 
-    gradient_norm_penalty: 0.8·∇L(θ + rho·g/‖g‖₂) + 0.2·g, the gradient of L + λ·‖∇L‖₂ by a finite difference, λ = 0.8·rho (arXiv
-    2202.03599). 0.8 is ours; with 1 it is SAM.
+    - sam: ∇L(θ + d·g), d = rho/‖g‖₂ (arXiv 2010.01412).
+    - gradient_norm_penalty: g + 0.8·(∇L(θ + d·g) − g), d = rho/‖g‖₂: the gradient of L + λ·‖∇L‖₂ by a finite difference, λ = 0.8·rho
+      (arXiv 2202.03599). 0.8 is ours; with 1 it is SAM.
+    - squared_gradient_norm: g + (rho/d)·(∇L(θ + d·g) − g), d = 0.001: the gradient of L + (rho/2)·‖∇L‖₂² by a finite difference
+      (arXiv 2602.18037).
     """
 
-    kind: Literal["sam", "gradient_norm_penalty"]
-    share: ClassVar[float] = 0.8
+    kind: Literal["sam", "gradient_norm_penalty", "squared_gradient_norm"]
+    small: ClassVar[float] = 0.001
     rho: float = Field(
         0.05,
         gt=0,
-        description="Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it.",
+        description="Length of the ascent step [parameters' L2 norm]; 0.05 as in SAM, tune it. Of squared_gradient_norm the "
+        "strength of the penalty; published 0.01.",
     )
+
+    def ascent(self, norm: float) -> float:
+        """Factor d of a gradient of this norm."""
+        return self.small if self.kind == "squared_gradient_norm" else self.rho / norm
+
+    @property
+    def share(self) -> float:
+        """Factor of ∇L(θ + d·g) − g, which is added to g."""
+        shares = {
+            "sam": 1.0,
+            "gradient_norm_penalty": 0.8,
+            "squared_gradient_norm": self.rho / self.small,
+        }
+        return shares[self.kind]
 
 
 class Sampling(Part):

@@ -154,9 +154,9 @@ class Updates:
         if spec is None or not (math.isfinite(norm) and norm > 0):
             return gradient.norms
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
-        with _moved(parameters, first, spec.rho / norm):
+        with _moved(parameters, first, spec.ascent(norm)):
             self._backward(gradient.rows, gradient.pass_index)
-        if spec.kind == "gradient_norm_penalty":
+        if spec.kind != "sam":
             for parameter, value in zip(parameters, first, strict=True):
                 if value is not None and parameter.grad is not None:
                     parameter.grad.sub_(value).mul_(spec.share).add_(value)

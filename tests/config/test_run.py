@@ -101,7 +101,7 @@ def test_ablations_get_names_of_their_own():
         ),
         (
             ["method.sharpness.rho=0.1"],
-            "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam",
+            "method.sharpness.kind: missing; valid: gradient_norm_penalty, sam, squared_gradient_norm",
         ),
         (
             ["update.mini_batches=25"],

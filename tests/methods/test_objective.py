@@ -114,6 +114,7 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], Tensor]]] = {
     "high-entropy": [oracle.high_entropy],
     "grpo-sam": [oracle.grpo],
     "grpo-gnp": [oracle.grpo],
+    "grpo-gr": [oracle.grpo],
     "lite-ppo": [lambda b: clipped(b, "token", adv=oracle.batch_scaled(b))],
     "rloo": [lambda b: clipped(b, "sequence_sum", adv=oracle.leave_one_out(b))],
     "reinforce-pp": [lambda b: clipped(b, "token", adv=oracle.whitened(b, False))],

@@ -314,7 +314,7 @@ def test_methods_that_equal_another_at_one_update_are_known(name: str, kl: Kl | 
         else:
             assert difference > 1e-6
     # These differ outside the loss: in where the gradient is taken, in the number of updates, in the completions drawn.
-    elsewhere = dict.fromkeys(("grpo", "grpo-sam", "grpo-gnp", "aggc"), "grpo")
+    elsewhere = dict.fromkeys(("grpo", "grpo-sam", "grpo-gnp", "grpo-gr", "aggc"), "grpo")
     elsewhere |= dict.fromkeys(("bnpo", "lopti", "dapo"), "bnpo")
     assert equal == {elsewhere.get(name, named)} - {None}
 

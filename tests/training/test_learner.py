@@ -345,7 +345,7 @@ def gradient_at(policy, drawn, shift):
     return value
 
 
-def test_sam_and_gradient_norm_penalty_by_hand(world):
+def test_gradients_at_an_ascended_point_by_hand(world):
     policy, drawn = world
     plain, _ = gradient(policy, drawn, "grpo")
     g, rho = plain[0], 0.05
@@ -362,6 +362,12 @@ def test_sam_and_gradient_norm_penalty_by_hand(world):
     gnp, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": penalty}))
     torch.testing.assert_close(gnp[0], 0.2 * g + 0.8 * ascended, rtol=1e-4, atol=1e-7)
     assert not torch.allclose(sam[0], g, rtol=1e-2)
+    # gradient regularization ascends by the gradient itself, and reaches g + rho·Hg
+    spec = Sharpness(kind="squared_gradient_norm", rho=0.01)
+    regular, _ = gradient(policy, drawn, base.model_copy(update={"sharpness": spec}))
+    ascended = gradient_at(policy, drawn, 0.001 * g)
+    torch.testing.assert_close(regular[0], g + 10.0 * (ascended - g), rtol=1e-3, atol=1e-6)
+    assert float((regular[0] - g).norm() / g.norm()) > 1e-3
 
 
 def test_probes_see_the_gradient_that_the_coefficients_belong_to(world):
@@ -653,9 +659,11 @@ def gradients_of(path, target):
     """Gradient and coefficients of the first update of each new method, from a saved world; run by every process."""
     policy, drawn = torch.load(path, weights_only=False)
     found = {}
-    for name in [*NEW, "dr-capo", "rein-capo", "aggc"]:
+    for name in [*NEW, "dr-capo", "rein-capo", "aggc", "cov-grpo", "ppo-ewma"]:
         observed = warmed(learner_of(policy, microbatch_tokens=64, max_grad_norm=1e-3))
         observed.state.norms = dict.fromkeys(observed._module_types.values(), 1e-4)
+        observed.state.average = [0.95 * p.detach() for p in observed.parameters]
+        observed.state.average_sum = 1.0
         kept = parameters_to_vector(observed.parameters).detach()
         learned = learn(observed, drawn, name)
         moved = parameters_to_vector(observed.parameters).detach() - kept
