@@ -170,11 +170,11 @@ def test_the_step_is_differentiated_through_clipping(name: str, model):
     assert abs(found) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["muon", "sgd"])
+@pytest.mark.parametrize("name", ["muon", "filter", "sgd"])
 def test_effects_go_through_these_optimizers(name: str, tiny_policy):
     """Effects of tokens on KL against the KL of updates in which a token counts a little more or less."""
     model = AutoModelForCausalLM.from_pretrained(tiny_policy, dtype=torch.float64).eval()
-    spec = OptimizerSpec(lr={"muon": 1e-3, "sgd": 0.5}[name], **KINDS[name])
+    spec = OptimizerSpec(lr={"sgd": 0.5}.get(name, 1e-2), **KINDS[name])
     optimizer = build_optimizer(model, spec)
     ids = torch.randint(5, 60, (2, 7), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
@@ -195,7 +195,7 @@ def test_effects_go_through_these_optimizers(name: str, tiny_policy):
     found = sharpscope.effects(model, ids, mask, coef, optimizer, "kl", check="off")["kl"]
     for place in ((0, 3), (1, 6)):
         slope = (kl(1 + H, place) - kl(1 - H, place)) / (2 * H)
-        assert float(found[place]) == pytest.approx(slope, rel=0.03)
+        assert float(found[place]) == pytest.approx(slope, rel=0.01)
     assert float(found.abs().max()) > 1e-7 and not found[:, :2].any()
 
 
