@@ -58,11 +58,12 @@ def tail(values: Tensor, share: float) -> tuple[float, float]:
 
 
 def cell(values: Tensor, share: float) -> str:
-    """`13.3 / −10.4 (15.9 / −12.0)`: thresholds of both signs, and the means beyond them."""
+    """Thresholds of both signs, and in brackets the means beyond them, unless they are of one token."""
     (above, mean_above), (below, mean_below) = (
         tail(side[side > 0], share) for side in (values, -values)
     )
-    return f"{above:.3g} / {-below:.3g} ({mean_above:.3g} / {-mean_below:.3g})"
+    means = f" ({mean_above:.3g} / {-mean_below:.3g})" if mean_above > above else ""
+    return f"{above:.3g} / {-below:.3g}{means}".replace(" -", " −")
 
 
 def main() -> None:
@@ -78,7 +79,7 @@ def main() -> None:
     print(f"| share | paper | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 2)}")
     for share, (above, below) in PAPER.items():
         cells = [cell(values, share) for values in found.values()]
-        print(f"| {100 * share:g} % | {above} / {below} | {' | '.join(cells)} |")
+        print(f"| {100 * share:g} % | {above} / −{-below} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -133,90 +133,110 @@ def entropy_table(frame: pd.DataFrame) -> str:
     return table(["method", "peak +", "valley +", "peak −", "valley −", "rank"], rows)
 
 
-def page(data: Path) -> str:
-    """The page from the measured tables."""
-    frames, records = {}, {}
+Frames = dict[str, pd.DataFrame]
+"""Tables of `rotate` by policy, indexed by method."""
+
+
+def read(data: Path) -> tuple[Frames, dict[str, Any]]:
+    """The measured tables, all with the methods of the first, and what `rotate` says of their batches."""
+    frames: Frames = {}
+    records = {}
     for name in POLICIES:
         if (data / name / "rotation.csv").exists():
-            frames[name] = pd.read_csv(data / name / "rotation.csv").set_index("method")
-            if len(frames) > 1:  # a policy on which some methods were measured
-                frames[name] = frames[name].reindex(next(iter(frames.values())).index)
-            records[name] = json.loads((data / name / "rotation.json").read_text(encoding="utf-8"))
-    every = list(next(iter(frames.values())).index)
-    still = [
-        method
-        for method in every
-        if all(
-            max(frame.loc[method, ["gradient_rotation", "update_rotation"]].fillna(0)) < 0.05
-            for frame in frames.values()
-        )
-    ]
-    shown = [method for method in every if method not in still]
-    rows = []
+            frame = pd.read_csv(data / name / "rotation.csv").set_index("method")
+            frames[name] = frame.reindex(next(iter(frames.values()), frame).index)
+            record = json.loads((data / name / "rotation.json").read_text(encoding="utf-8"))
+            records[name] = record["batch"]
+    return frames, records
+
+
+def turning(frames: Frames) -> list[str]:
+    """Methods that turn a gradient or an update somewhere, by their mean angle."""
+    columns = ["gradient_rotation", "update_rotation"]
     angles = pd.DataFrame({name: frame["gradient_rotation"] for name, frame in frames.items()})
-    shown.sort(key=lambda method: -float(angles.loc[method].mean()))
-    for method in shown:
-        star = any(frame.loc[method, "reference"] == "unweighted" for frame in frames.values())
-        cells = []
-        for frame in frames.values():
-            row = frame.loc[method]
-            values = [
-                ranged(row, "gradient_rotation"),
-                number(100 * row["gradient_kept"], ".0f") + " %",
-            ]
-            values += [ranged(row, "update_rotation"), number(row["update_difference"], ".2f")]
-            cells.append("–" if math.isnan(row["gradient_rotation"]) else ", ".join(values))
-        rows.append(f"| `{method}`{chr(92) + '*' if star else ''} | {' | '.join(cells)} |")
-    batches = [
-        f"- `{name}`: {b['batches']} {'batch:' if b['batches'] == 1 else 'batches; the first has'} {b['prompts']} prompts "
-        f"({b['informative_prompts']} with different rewards), {b['completions']} completions, {b['tokens']} tokens"
-        for name, b in ((name, record["batch"]) for name, record in records.items())
+    largest = pd.DataFrame(
+        {name: frame[columns].fillna(0).max(axis=1) for name, frame in frames.items()}
+    ).max(axis=1)
+    means = angles.mean(axis=1)[largest >= 0.05]
+    return [str(name) for name in means.sort_values(ascending=False, kind="stable").index]
+
+
+def angle_row(method: str, frames: Frames) -> str:
+    """A method's line of the first table."""
+    star = any(frame.loc[method, "reference"] == "unweighted" for frame in frames.values())
+    cells = []
+    for frame in frames.values():
+        row = frame.loc[method]
+        values = [
+            ranged(row, "gradient_rotation"),
+            number(100 * row["gradient_kept"], ".0f") + " %",
+            ranged(row, "update_rotation"),
+            number(row["update_difference"], ".2f"),
+        ]
+        cells.append("–" if math.isnan(row["gradient_rotation"]) else ", ".join(values))
+    return f"| `{method}`{chr(92) + '*' if star else ''} | {' | '.join(cells)} |"
+
+
+def batches_line(name: str, batch: Mapping[str, Any]) -> str:
+    """What was drawn on a policy."""
+    count = "1 batch:" if batch["batches"] == 1 else f"{batch['batches']} batches; the first has"
+    return (
+        f"- `{name}`: {count} {batch['prompts']} prompts ({batch['informative_prompts']} with different rewards), "
+        f"{batch['completions']} completions, {batch['tokens']} tokens"
+    )
+
+
+def agreement(frames: Frames) -> str:
+    """How often a bin's predicted and measured entropy change have one sign."""
+    signs = [
+        (row[f"entropy_predicted_{name}"] > 0) == (row[f"entropy_measured_{name}"] > 0)
+        for frame in frames.values()
+        for _, row in frame.iterrows()
+        for name in BINS
+        if abs(row[f"entropy_predicted_{name}"]) >= 0.01
     ]
-    changed = {
-        name: frame.loc[["grpo", *(m for m in shown if m != "grpo")]]
-        for name, frame in frames.items()
-    }
+    return f"{sum(signs)} of the {len(signs)} cells with a predicted share of at least 1 %"
+
+
+def capo_table(frames: Frames) -> str:
+    """Rank correlations of CAPO's model by policy."""
+    rows = []
+    for name, frame in frames.items():
+        ranks = [
+            number(frame.loc[method, column], ".2f")
+            for method in ("grpo", "capo")
+            for column in ("kl_rank", "kl_rank_norm")
+        ]
+        kept = number(100 * frame.loc["capo", "gradient_kept"], ".0f")
+        rows.append([f"`{name}`", *ranks, f"{kept} %"])
+    head = ["grpo: m_F", "‖p − e_y‖", "capo: m_F", "‖p − e_y‖", "gradient that capo keeps"]
+    return table(["policy", *head], rows)
+
+
+def page(data: Path) -> str:
+    """The page from the measured tables."""
+    frames, records = read(data)
+    shown = turning(frames)
+    still = [name for name in next(iter(frames.values())).index if name not in shown]
+    order = ["grpo", *(method for method in shown if method != "grpo")]
+    changed = {name: frame.loc[order] for name, frame in frames.items()}
     entropy = [
         f"<details markdown><summary>{name}: predicted share [%], measured [0.001 nats / token]</summary>\n\n"
         f"{entropy_table(frame)}\n\n</details>"
         for name, frame in changed.items()
     ]
-    signs = [
-        (method_row[f"entropy_predicted_{name}"] > 0)
-        == (method_row[f"entropy_measured_{name}"] > 0)
-        for frame in changed.values()
-        for _, method_row in frame.iterrows()
-        for name in BINS
-        if abs(method_row[f"entropy_predicted_{name}"]) >= 0.01
-    ]
-    agree = f"{sum(signs)} of the {len(signs)} cells with a predicted share of at least 1 %"
-    capo = table(
-        ["policy", "grpo: m_F", "‖p − e_y‖", "capo: m_F", "‖p − e_y‖", "gradient that capo keeps"],
-        [
-            [
-                f"`{name}`",
-                *(
-                    number(frame.loc[m, c], ".2f")
-                    for m in ("grpo", "capo")
-                    for c in ("kl_rank", "kl_rank_norm")
-                ),
-                number(100 * frame.loc["capo", "gradient_kept"], ".0f") + " %",
-            ]
-            for name, frame in frames.items()
-        ],
-    )
     return TEXT.format(
         seed=SEED,
         warm_up=WARM_UP,
-        batches="\n".join(batches),
+        batches="\n".join(batches_line(*item) for item in records.items()),
         same=", ".join(f"`{method}`" for method in still if method not in ("grpo", "aggc")),
         head=" | ".join(f"`{name}`: gradient, kept, update, dose" for name in frames),
         rules="---|" * (len(frames) - 1) + "---",
-        rows="\n".join(rows),
+        rows="\n".join(angle_row(method, frames) for method in shown),
         noise=" | ".join(ranged(frame.loc["grpo"], "noise") for frame in frames.values()),
         entropy="\n\n".join(entropy),
-        agree=agree,
-        capo=capo,
+        agree=agreement(changed),
+        capo=capo_table(frames),
     )
 
 

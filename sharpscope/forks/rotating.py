@@ -198,9 +198,29 @@ def rotate(
             "rotate: the rewards of each prompt's completions are all equal, so plain GRPO has no gradient; choose another seed, "
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
-    rows = _measured(start, first, chosen, methods is not None, tell)
+    by_name = methods is not None
+    rows = _measured(start, first, chosen, by_name, tell)
     frames = [_frame(rows, chosen, 1)]
-    described = {
+    described = _described(start, first, run, batches)
+    for number in range(2, batches + 1):
+        tell(f"batch {number}/{batches}: drawing completions")
+        batch = start.draw(number - 1)
+        if batch.zero_variance_share < 1:
+            of_batch = _measured(start, batch, chosen, by_name, tell)
+            frames.append(_frame(of_batch, chosen, number))
+    each = pd.concat(frames, ignore_index=True)
+    table = _summary(each, chosen, {name: row.get("halves", ()) for name, row in rows.items()})
+    table = table.assign(verdict=_verdicts(table, start.methods))
+    noise = float(table[table["reference"] == "grpo"]["noise"].mean())
+    return Rotations(table, each, noise, described, start.methods)
+
+
+def _described(
+    start: _Start, first: RolloutBatch, run: Path | str | None, batches: int
+) -> dict[str, Any]:
+    """What the batches are; numbers of the first one."""
+    config, texts = start.config, first.rollouts.texts
+    return {
         "model": config.policy.model,
         "task": config.task.kind,
         "run": None if run is None else str(run),
@@ -212,22 +232,8 @@ def rotate(
         "completions": len(first.rollouts),
         "tokens": int(first.rollouts.completion_mask.sum()),
         "informative_prompts": round((1 - first.zero_variance_share) * len(first.examples)),
-        "recorded": None
-        if run is None
-        else as_recorded(run, start.seed_step, first.rollouts.texts),
+        "recorded": None if run is None else as_recorded(run, start.seed_step, texts),
     }
-    for number in range(2, batches + 1):
-        tell(f"batch {number}/{batches}: drawing completions")
-        batch = start.draw(number - 1)
-        if batch.zero_variance_share < 1:
-            of_batch = _measured(start, batch, chosen, methods is not None, tell)
-            frames.append(_frame(of_batch, chosen, number))
-    each = pd.concat(frames, ignore_index=True)
-    table = _summary(each, chosen, {name: row.get("halves", ()) for name, row in rows.items()})
-    table = table.assign(verdict=_verdicts(table, start.methods))
-    plain = table[table["reference"] == "grpo"]["noise"]
-    noise = float(plain.mean()) if plain.notna().any() else math.nan
-    return Rotations(table, each, noise, described, start.methods)
 
 
 def _measured(
