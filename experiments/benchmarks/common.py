@@ -72,6 +72,14 @@ SHAPES: dict[str, dict[str, int]] = {
         "feed_forward": 11_008,
         "vocabulary": 151_936,
     },
+    "7b": {
+        "layers": 28,
+        "width": 3584,
+        "heads": 28,
+        "key_heads": 4,
+        "feed_forward": 18_944,
+        "vocabulary": 152_064,
+    },
 }
 """Sizes of the embedded policy (0.9m), SmolLM2 (135m) and Qwen2.5 models, with tied embeddings; `tiny` is for tests."""
 FIELDS = {

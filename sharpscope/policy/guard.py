@@ -133,7 +133,7 @@ def _eval_mode(model: nn.Module) -> Iterator[None]:
             module._buffers.update(buffers)
         with torch.no_grad():
             for tensor, values in written:
-                tensor.copy_(values)
+                tensor.data.copy_(values)
 
 
 @contextmanager
