@@ -19,7 +19,10 @@ from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import start as start_module
-from sharpscope.forks.without import ALL, TokenSet, run_step, trainer_step, without_tokens
+from sharpscope.forks.recorded_step import trainer_step
+from sharpscope.forks.step_again import run_step
+from sharpscope.forks.token_sets import TokenSet
+from sharpscope.forks.without import ALL, without_tokens
 from sharpscope.training import loop, train
 from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
