@@ -10,6 +10,7 @@ import pandas as pd
 
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.rules.measures import Values
 
 ORDERED = (
     *("reward", "grad_norm", "update_norm", "entropy", "kl", "kl_step"),
@@ -27,7 +28,13 @@ THRESHOLD = 11.0
 autocorrelation of 0.3 to 0.8, 6 to 22 in 100 do."""
 
 _LONGEST = 1000
+"""Values of a series above which means of neighbors are judged."""
 _MOST = 3
+"""Changes of one quantity from which on no part is split again."""
+_CHI2 = 5.99
+"""95 % quantile of χ² with two degrees of freedom."""
+_SHARES = frozenset({"truncated", "dead_groups", "clipped", "entropy", "kl"})
+"""Quantities of which a change of less than 0.02 is not listed."""
 
 
 @dataclass(frozen=True)
@@ -60,115 +67,166 @@ def changes(log: Log, quantities: tuple[str, ...] | None = None) -> list[Change]
     return sorted(found, key=lambda change: (change.step, change.quantity))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """Where two lines fit a part of a series better than one; positions in the series."""
+
+    at: int  # first value of the second line
+    low: int  # low, high: 95 % interval of `at`
+    high: int
+
+
 def _of_series(name: str, series: pd.Series) -> list[Change]:
+    """The changes of one quantity."""
     values, steps = _means(series.to_numpy(float), series.index.to_numpy())
-    y = values
-    if BY_NAME[name].log:
-        positive = values[values > 0]
-        if not len(positive):
-            return []
-        y = np.log(np.maximum(values, positive.min()))
-    y = _without_outliers(y)
-    splits: list[tuple[int, int, int]] = []
-    _split(y, 0, len(y), splits)
-    splits.sort()
+    judged = _judged(values, logarithmic=BY_NAME[name].log)
+    if judged is None:
+        return []
+    splits: list[_Split] = []
+    _split(judged, 0, len(judged), splits)
+    splits.sort(key=lambda split: split.at)
+    edges = [0, *(split.at for split in splits), len(judged)]
     found = []
-    for number, (at, low, high) in enumerate(splits):
-        start = splits[number - 1][0] if number else 0
-        end = splits[number + 1][0] if number + 1 < len(splits) else len(y)
-        direction = _direction(y[start:at], y[at:end])
-        before, after = float(values[start:at].mean()), float(values[at:end].mean())
-        if _matters(name, before, after):
-            interval = int(steps[low]), int(steps[high])
-            found.append(Change(name, int(steps[at]), *interval, direction, before, after))
+    for number, split in enumerate(splits):
+        left = slice(edges[number], split.at)
+        right = slice(split.at, edges[number + 2])
+        change = Change(
+            quantity=name,
+            step=int(steps[split.at]),
+            low=int(steps[split.low]),
+            high=int(steps[split.high]),
+            direction=_direction(judged[left], judged[right]),
+            before=float(values[left].mean()),
+            after=float(values[right].mean()),
+        )
+        if _matters(change):
+            found.append(change)
     return found
 
 
-def _means(values: np.ndarray, steps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _means(values: Values, steps: Values) -> tuple[Values, Values]:
     """At most `_LONGEST` values, means over equal numbers of steps, and the first step of each."""
     if len(values) <= _LONGEST:
         return values, steps
-    edges = np.linspace(0, len(values), _LONGEST + 1).astype(int)[:-1]
-    return np.add.reduceat(values, edges) / np.diff(np.append(edges, len(values))), steps[edges]
+    edges = np.linspace(0, len(values), _LONGEST + 1).astype(int)
+    sums = np.add.reduceat(values, edges[:-1])
+    return sums / np.diff(edges), steps[edges[:-1]]
 
 
-def _matters(name: str, before: float, after: float) -> bool:
+def _judged(values: Values, logarithmic: bool) -> Values | None:
+    """A series as it is judged: on its scale and without outliers; None if a logarithm has nothing to show."""
+    if not logarithmic:
+        return _without_outliers(values)
+    positive = values[values > 0]
+    if not len(positive):
+        return None
+    return _without_outliers(np.log(np.maximum(values, positive.min())))
+
+
+def _matters(change: Change) -> bool:
     """Whether a change is large enough to be listed, and its ends differ as they are printed."""
+    name, before, after = change.quantity, change.before, change.after
     if f"{before:.3g}" == f"{after:.3g}":
         return False
     if name.startswith(("mismatch", "kl_step")):
         return max(before, after) >= 1e-3  # below is rounding
-    if BY_NAME[name].log or name not in ("truncated", "dead_groups", "clipped", "entropy", "kl"):
-        return True
-    return abs(after - before) >= 0.02  # two points of a share, or 0.02 nats
+    if name in _SHARES:
+        return abs(after - before) >= 0.02  # two points of a share, or 0.02 nats
+    return True
 
 
-def _without_outliers(y: np.ndarray) -> np.ndarray:
+def _without_outliers(y: Values) -> Values:
     """Values limited to four robust standard deviations of the noise around their running median over five."""
     if len(y) < 2 * LEAST:
         return y
-    padded = np.pad(y, 2, mode="edge")
-    center = np.median(np.lib.stride_tricks.sliding_window_view(padded, 5), axis=1)
+    windows = np.lib.stride_tricks.sliding_window_view(np.pad(y, 2, mode="edge"), 5)
+    center = np.median(windows, axis=1)
     spread = 1.4826 * float(np.median(np.abs(y - center)))
-    return y if spread == 0 else np.clip(y, center - 4 * spread, center + 4 * spread)
+    if spread == 0:
+        return y
+    return np.clip(y, center - 4 * spread, center + 4 * spread)
 
 
-def _line_rss(y: np.ndarray) -> np.ndarray:
-    """Residual sum of squares of the line through y[:n], for n = 1 … len(y); shape (len(y),)."""
-    n = np.arange(1, len(y) + 1)
+def _line_rss(y: Values) -> Values:
+    """Residual sum of squares of the line through y[:n], for n = 1 … len(y); shape (len(y),).
+
+    From running sums of the values, of their positions t, and of the products of both.
+    """
     t = np.arange(len(y), dtype=float)
-    sy, syy, sty = np.cumsum(y), np.cumsum(y * y), np.cumsum(t * y)
-    st, stt = np.cumsum(t), np.cumsum(t * t)
-    a, b, c = stt - st * st / n, sty - st * sy / n, syy - sy * sy / n
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return np.maximum(np.where(a > 0, c - b * b / a, c), 0.0)
+    n = t + 1
+    of_y, of_t = np.cumsum(y), np.cumsum(t)
+    tt = np.cumsum(t * t) - of_t * of_t / n
+    ty = np.cumsum(t * y) - of_t * of_y / n
+    yy = np.cumsum(y * y) - of_y * of_y / n
+    # through the first value alone a line has any slope
+    explained = np.divide(ty * ty, tt, out=np.zeros(len(y)), where=tt > 0)
+    return np.maximum(yy - explained, 0.0)
 
 
-def _split(y: np.ndarray, start: int, end: int, found: list[tuple[int, int, int]]) -> None:
-    """Append (first index after, lowest, highest) of the changes of y[start:end]."""
-    part = y[start:end] - y[start:end].mean() if end > start else y[start:end]
-    n = len(part)
-    scale = float(np.ptp(part)) if n else 0.0
-    if n < 2 * LEAST or scale <= 1e-9 * max(1.0, float(np.abs(y).max())) or len(found) >= _MOST:
+def _split(y: Values, start: int, end: int, found: list[_Split]) -> None:
+    """Append the splits of y[start:end]: the best one, if it is significant, then those of its two parts."""
+    if end - start < 2 * LEAST or len(found) >= _MOST:
         return
-    part = part / scale
-    one = float(_line_rss(part)[-1])
-    # two[i]: a line through the first i + 1 values and another through the rest
-    two = _line_rss(part)[:-1] + _line_rss(part[::-1])[::-1][1:]
-    inside = slice(LEAST - 1, n - LEAST)
-    two = two[inside]
-    best = int(np.argmin(two))
-    least = max(float(two[best]), 1e-12 * n)
-    at = best + LEAST
-    residuals = np.concatenate([_residuals(part[:at]), _residuals(part[at:])])
-    power = float((residuals**2).sum())
-    rho = float((residuals[1:] * residuals[:-1]).sum() / power) if power > 0 else 0.0
-    rho = float(np.clip(rho + (2 + 4 * rho) / n, 0, 0.9))  # four fitted values bias it towards zero
-    effective = (1 - rho) / (1 + rho)
-    statistic = (one - least) / 2 / (least / (n - 4)) * effective
+    part = y[start:end] - y[start:end].mean()
+    scale = float(np.ptp(part))
+    if scale <= 1e-9 * max(1.0, float(np.abs(y).max())):
+        return
+    best = _best(part / scale)
+    if best is None:
+        return
+    at = start + best.at
+    found.append(_Split(at=at, low=start + best.low, high=start + best.high))
+    _split(y, start, at, found)
+    _split(y, at, end, found)
+
+
+def _best(y: Values) -> _Split | None:
+    """The best split of a series with at least LEAST values on either side, None if it is not significant."""
+    n = len(y)
+    # the line through the first i + 1 values and another through the rest
+    two = _line_rss(y)[:-1] + _line_rss(y[::-1])[::-1][1:]
+    two = two[LEAST - 1 : n - LEAST]
+    at = int(np.argmin(two)) + LEAST
+    least = max(float(two.min()), 1e-12 * n)
+    residuals = np.concatenate([_residuals(y[:at]), _residuals(y[at:])])
+    # of n values with an autocorrelation rho about n·(1 − rho)/(1 + rho) are independent
+    rho = _autocorrelation(residuals)
+    independent = (1 - rho) / (1 + rho)
+    one = float(_line_rss(y)[-1])
+    statistic = (one - least) / 2 / (least / (n - 4)) * independent
     if statistic < THRESHOLD:
-        return
-    # chi2, 2 df, 95 %
-    plausible = np.flatnonzero(effective * n * np.log(np.maximum(two, least) / least) <= 5.99)
-    low, high = int(plausible.min()) + LEAST, int(plausible.max()) + LEAST
-    found.append((start + at, start + low, start + high))
-    _split(y, start, start + at, found)
-    _split(y, start + at, end, found)
+        return None
+    likelihood = independent * n * np.log(np.maximum(two, least) / least)
+    plausible = np.flatnonzero(likelihood <= _CHI2) + LEAST
+    return _Split(at=at, low=int(plausible[0]), high=int(plausible[-1]))
 
 
-def _residuals(y: np.ndarray) -> np.ndarray:
+def _autocorrelation(residuals: Values) -> float:
+    """Autocorrelation of the residuals (n,) of two lines at lag 1, whose four fitted values bias it towards zero."""
+    power = float((residuals**2).sum())
+    if power == 0:
+        return float(np.clip(2 / len(residuals), 0, 0.9))
+    rho = float((residuals[1:] * residuals[:-1]).sum()) / power
+    return float(np.clip(rho + (2 + 4 * rho) / len(residuals), 0, 0.9))
+
+
+def _residuals(y: Values) -> Values:
+    """A series without its line of least squares."""
+    if len(y) < 2:
+        return y - y.mean()
     t = np.arange(len(y)) - (len(y) - 1) / 2
-    slope = float((t * y).sum() / (t * t).sum()) if len(y) > 1 else 0.0
+    slope = float((t * y).sum() / (t * t).sum())
     return y - y.mean() - slope * t
 
 
-def _direction(before: np.ndarray, after: np.ndarray) -> Literal["up", "down", "flat"]:
+def _direction(before: Values, after: Values) -> Literal["up", "down", "flat"]:
     """Where a series goes at a change: flat if it had a trend that it does not keep, and it does not turn back either."""
     window = min(len(after), max(LEAST, len(before)))
-    fitted = before - _residuals(before)
-    noise = float(np.std(np.concatenate([_residuals(before), _residuals(after)])))
-    rise = float(after[:window].mean() - fitted[-1])
-    trend = float(fitted[-1] - fitted[0]) * window / len(before)
-    if abs(fitted[-1] - fitted[0]) > 2 * noise and abs(rise) < abs(trend) / 2:
+    line = before - _residuals(before)
+    climbed = float(line[-1] - line[0])
+    noise = np.std(np.concatenate([_residuals(before), _residuals(after)]))
+    rise = float(after[:window].mean() - line[-1])
+    expected = climbed * window / len(before)
+    if abs(climbed) > 2 * noise and abs(rise) < abs(expected) / 2:
         return "flat"
     return "up" if rise > 0 else "down"

@@ -10,7 +10,7 @@ import pandas as pd
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.errors import UserError
-from sharpscope.rules.measures import step_noise, trailing
+from sharpscope.rules.measures import Values, step_noise, trailing
 
 WINDOW = 5
 """Steps over which differences are averaged."""
@@ -122,7 +122,7 @@ def _parting(name: str, a: pd.Series, b: pd.Series) -> Parting:
     )
 
 
-def _first_difference(x: np.ndarray, y: np.ndarray) -> int | None:
+def _first_difference(x: Values, y: Values) -> int | None:
     """Position from which on two series (n,) differ by `ERRORS` standard errors at two of three later steps; None if nowhere.
 
     The noise is that around each series' trend. Where it is zero any difference counts.

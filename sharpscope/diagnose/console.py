@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from sharpscope.diagnose.names import by_words, is_evaluation
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.text import plain
 
@@ -31,6 +33,7 @@ _STEP = re.compile(
     r"\W{0,3}(\d+)(?![\w.]*\d*s/)",
     re.IGNORECASE,
 )
+_EPOCH = re.compile(r"\W*epoch\W{0,3}(\d+)(?![\w.])", re.IGNORECASE)
 _BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+)\s*\[")
 _RAY = re.compile(r"^(?:\x1b\[\d+m)?\([^()]*pid=\d+[^()]*\)\s?")
 _BULLETS = " \t•*-–|│║>"
@@ -46,8 +49,14 @@ class _Printed:
     places: list[int] = field(default_factory=list)  # bars that were printed before the row
 
     def add(self, row: dict[str, object], bars: int) -> None:
+        """Append a row that was printed after `bars` progress bars."""
         self.rows.append(row)
         self.places.append(bars)
+
+    def known(self) -> int:
+        """Values whose key names a quantity; the learning rate, which settings have too, is not counted."""
+        keys = Counter(key for row in self.rows for key in row)
+        return sum(count for key, count in keys.items() if by_words(key) not in (None, "lr"))
 
 
 def console(lines: Iterable[str]) -> Table:
@@ -68,11 +77,11 @@ def console(lines: Iterable[str]) -> Table:
             dashes.add(dict(_DASH_PAIR.findall(line[line.index("step:") :])), len(bars))
             continue
         block = _line_row(line, block, pairs, len(bars))
-    for printed in (dicts, dashes, pairs):
-        printed_rows = _without_settings(printed)
-        if len(printed_rows.rows) >= 2:
-            return _table(printed_rows, bars)
-    return Table()
+    kinds = [_without_settings(printed) for printed in (dicts, dashes, pairs)]
+    logs = [printed for printed in kinds if len(printed.rows) >= 2]
+    if not logs:
+        return Table()
+    return _table(max(logs, key=_Printed.known), bars)  # of equal ones the first
 
 
 def _parts(lines: Iterable[str]) -> Iterable[str]:
@@ -101,7 +110,7 @@ def _line_row(
     line: str, block: dict[str, object] | None, printed: _Printed, bars: int
 ) -> dict[str, object] | None:
     """Read a line of `key: value`, as a row of its own or as a part of the block that a line with a step began."""
-    step = _STEP.search(line)
+    step, epoch = _STEP.search(line), _EPOCH.match(line)
     found = {
         (name or equal or spaced).strip(): number or of_equal or of_space
         for name, number, equal, of_equal, spaced, of_space in _LINE_PAIR.findall(line)
@@ -110,7 +119,9 @@ def _line_row(
         row: dict[str, object] = {**found, "step": step[1]}
         printed.add(row, bars)
         return row
-    if block is not None and len(found) == 1:
+    if epoch is not None and found:
+        printed.add({"epoch": epoch[1], **found}, bars)
+    elif block is not None and len(found) == 1:
         (name,) = found
         if line.strip(_BULLETS).startswith(name):
             block.setdefault(name, found[name])
@@ -132,48 +143,48 @@ def _without_settings(printed: _Printed) -> _Printed:
 def _table(printed: _Printed, bars: list[tuple[int, int]]) -> Table:
     """The table of rows; those without a step get that of the training's progress bar."""
     table = Table()
-    with_bar = 0
     steps: Mapping[int, int] = {}
     if not any(_STEPS & row.keys() for row in printed.rows):
-        steps = _bar_steps(printed.places, bars)
+        steps = _bar_steps(printed, bars)
     for number, row in enumerate(printed.rows):
         if number in steps:
             row[BAR_KEY] = steps[number]
-            with_bar += 1
         table.add(row)
-    if with_bar:
-        table.notes.append("The rows have no step: it is that of the progress bar beside them.")
     return table
 
 
-def _bar_steps(places: list[int], bars: list[tuple[int, int]]) -> dict[int, int]:
+def _bar_steps(printed: _Printed, bars: list[tuple[int, int]]) -> Mapping[int, int]:
     """Row -> step of the bar after it, which trainers draw again below what they print; else of the bar before it.
 
     Bars of evaluations and downloads have other totals than the training's, which most rows stand beside.
     """
     beside: Counter[int] = Counter()
-    for place in places:
+    for place in printed.places:
         beside.update({total for _, total in bars[max(0, place - 1) : place + 1]})
     if not beside:
         return {}
     training = beside.most_common(1)[0][0]
-    after: dict[int, int] = {}
-    upcoming: int | None = None
-    at = len(bars)
-    for row in range(len(places) - 1, -1, -1):
-        while at > places[row]:
-            at -= 1
-            done, total = bars[at]
-            upcoming = done if total == training else upcoming
-        if upcoming is not None:
-            after[row] = upcoming
-    before: int | None = None
-    at, found = 0, {}
-    for row, place in enumerate(places):
-        for done, total in bars[at:place]:
-            before = done if total == training else before
-        at = place
-        step = after.get(row, before)
-        if step is not None:
-            found[row] = step
+    drawn = [(at, done) for at, (done, total) in enumerate(bars) if total == training]
+    found, upcoming = {}, 0  # the first bar that was drawn after the row
+    for row, place in enumerate(printed.places):
+        while upcoming < len(drawn) and drawn[upcoming][0] < place:
+            upcoming += 1
+        found[row] = drawn[min(upcoming, len(drawn) - 1)][1]
+    if any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(drawn)):
+        return found  # a bar for each epoch
+    return _spread(found, [any(not is_evaluation(key) for key in row) for row in printed.rows])
+
+
+def _spread(steps: Mapping[int, int], trained: Sequence[bool]) -> dict[int, int]:
+    """Steps (by row) of which several rows that print a training have the same: they lie evenly up to it.
+
+    Output that is buffered brings such rows in bunches, after the bars of all their steps.
+    """
+    found, before = dict(steps), 0
+    rows = [row for row in steps if trained[row]]
+    for step, bunch in itertools.groupby(rows, key=steps.__getitem__):
+        for number, row in enumerate(members := list(bunch), 1):
+            if step > before:
+                found[row] = round(before + (step - before) * number / len(members))
+        before = step
     return found

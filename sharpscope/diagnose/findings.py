@@ -13,12 +13,14 @@ import pandas as pd
 from sharpscope.diagnose.changes import ORDERED, ORDERED_SUPERVISED, Change
 from sharpscope.diagnose.logs import Log
 from sharpscope.diagnose.quantities import BY_NAME
+from sharpscope.diagnose.tables import Positions
 from sharpscope.packaged import package_yaml
 from sharpscope.rules.judging import applies
 from sharpscope.rules.measures import (
     EARLY,
     WINDOW,
     History,
+    Values,
     few_groups,
     finite,
     solved,
@@ -59,14 +61,14 @@ class _Stretch:
     first: int  # position of the first step of the first stretch
     last: int  # position of the last step at which it applies
     count: int  # steps at which it applies
-    measured: np.ndarray
+    measured: Values
 
 
 EXACT = ("zero_gradient", "reward_constant", "lost_gradient", "loss_zero", "lr_zero")
 """Rules of a quantity that stays exactly the same; they begin where it begins to."""
 SINCE_BEST = ("overfitting", "reward_gap")
 """Rules that begin at the first evaluation after the best one."""
-FROM_THE_FIRST = ("kl_start", "dead_groups")
+FROM_THE_FIRST = ("kl_start", "reference_start", "dead_groups")
 """Rules of what is so from the first step on: of the KL there, and of groups where a step has one."""
 PERSISTENT = 3
 """Steps for which a rule must apply if its measure is over several: a mean of the first row alone says nothing."""
@@ -102,6 +104,7 @@ EXPLAINS: dict[str, tuple[str, ...]] = {
     "loss_spike": ("loss_growth", "overfitting"),
     "loss_growth": ("overfitting",),
     "loss_zero": ("loss_flat", "zero_gradient", "gradient_growth"),
+    "reference_start": ("pairs_not_learned", "margin_runaway", "chosen_falls", "loss_zero"),
     "margin_runaway": ("chosen_falls", "gradient_growth", "zero_gradient"),
 }
 """Rule -> rules whose findings may follow from it, if it applied before them."""
@@ -114,9 +117,7 @@ FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml(
 
 def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
     """The rules that apply in a log: the earliest that explains the worst comes first, then by severity and step."""
-    history: dict[str, np.ndarray] = {
-        str(name): log.frame[name].to_numpy(float) for name in log.frame
-    }
+    history: dict[str, Values] = {str(name): log.frame[name].to_numpy(float) for name in log.frame}
     steps = log.frame.index.to_numpy()
     groups = groups_in_a_step(log.frame)
     if groups is not None:
@@ -230,7 +231,7 @@ def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Cha
 
 
 def _stretch(
-    rule: Rule, history: History, steps: np.ndarray, changes: Sequence[Change]
+    rule: Rule, history: History, steps: Values, changes: Sequence[Change]
 ) -> _Stretch | None:
     """The first stretch of steps at which a rule applies, without gaps of more than WINDOW steps; None without any."""
     with np.errstate(all="ignore"):
@@ -256,7 +257,7 @@ def _stretch(
     return _Stretch(began=began, first=first, last=last, count=len(holds), measured=measured)
 
 
-def _first_part(rule: Rule, holds: np.ndarray, history: History, count: int) -> np.ndarray | None:
+def _first_part(rule: Rule, holds: Positions, history: History, count: int) -> Positions | None:
     """The positions of the first stretch that lasts long enough; of a reward that recovered, of the last stretch."""
     if not len(holds):
         return None
@@ -270,7 +271,7 @@ def _first_part(rule: Rule, holds: np.ndarray, history: History, count: int) -> 
     return _last_fall(parts, history["reward"]) if rule.name == "reward_collapse" else parts[0]
 
 
-def _last_fall(parts: Sequence[np.ndarray], reward: np.ndarray) -> np.ndarray:
+def _last_fall(parts: Sequence[Positions], reward: Values) -> Positions:
     """The stretches of the last collapse of the reward: those between which it did not recover by half."""
     found = parts[-1]
     best = float(np.nanmax(np.where(np.isfinite(reward), reward, np.nan)[: found[0] + 1]))
@@ -289,7 +290,7 @@ def _beginning(
     name: str,
     first: int,
     history: History,
-    steps: np.ndarray,
+    steps: Values,
     changes: Sequence[Change],
 ) -> Change:
     """The change with which a stretch began whose first step is at position `first`."""
@@ -319,7 +320,7 @@ def _beginning(
     return same[-1] if same else began  # the first of those in its direction
 
 
-def _best_before(values: np.ndarray, at: int, highest: bool) -> tuple[int, int]:
+def _best_before(values: Values, at: int, highest: bool) -> tuple[int, int]:
     """Position of the best value up to `at`, and from which on values are worse by a quarter of what the one at `at` is."""
     known = np.flatnonzero(np.isfinite(values[: at + 1]))
     of_known = values[known] if highest else -values[known]
@@ -331,7 +332,7 @@ def _best_before(values: np.ndarray, at: int, highest: bool) -> tuple[int, int]:
     return int(known[best]), int(known[start])
 
 
-def _onset(values: np.ndarray, at: int, window: int) -> tuple[float, float, int]:
+def _onset(values: Values, at: int, window: int) -> tuple[float, float, int]:
     """Level before a measure's window that ends at `at`, level at its end, and the position from which on most are nearer to the latter."""
     known = np.flatnonzero(np.isfinite(values[: at + 1]))
     recent, earlier = known[-window:], known[:-window]
@@ -353,7 +354,7 @@ def _shown(rule: Rule, history: History) -> list[str]:
 
 
 def _finding(
-    rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray, fallen: int | None
+    rule: Rule, stretch: _Stretch, history: History, steps: Values, fallen: int | None
 ) -> Finding:
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
     soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
@@ -393,9 +394,7 @@ def _skipped_updates(stretch: _Stretch, history: History) -> bool:
     return clean and few and len(known) > 3 and bool(np.isfinite(known[-3:]).all())
 
 
-def _evidence(
-    rule: Rule, stretch: _Stretch, history: History, steps: np.ndarray
-) -> tuple[str, str]:
+def _evidence(rule: Rule, stretch: _Stretch, history: History, steps: Values) -> tuple[str, str]:
     """How the quantity of a finding changed, and what the rule measured."""
     began = stretch.began
     quantity, values = BY_NAME[began.quantity], history[began.quantity]

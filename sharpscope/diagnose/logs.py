@@ -10,12 +10,14 @@ from typing import Literal, SupportsFloat
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
+from sharpscope.diagnose.console import BAR_KEY
 from sharpscope.diagnose.names import Named, Naming, name_columns
 from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES
 from sharpscope.diagnose.runs import Source, chosen, sources
 from sharpscope.diagnose.steps import (
+    EPOCH_KEYS,
+    LOGGER_KEYS,
     attempts,
     gathered,
     group_words,
@@ -29,6 +31,7 @@ from sharpscope.diagnose.steps import (
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.trainers import SHARPSCOPE
 from sharpscope.errors import UserError
+from sharpscope.rules.measures import Flags, Values
 
 Training = Literal["rewards", "distillation", "preference", "reward model", "supervised"]
 """What kind of training a log is of."""
@@ -155,7 +158,11 @@ def _log(source: Source, mapping: Mapping[str, str], several: bool) -> Log:
     notes = [*source.notes, *table.notes]
     if not steps.key:
         notes.append("No key is the step: rows are counted.")
-    elif steps.key in ("_step", "wandb_step", "mlflow_step"):
+    elif steps.key == BAR_KEY:
+        notes.append("The rows have no step: it is that of the progress bar beside them.")
+    elif steps.key in EPOCH_KEYS:
+        notes.append("The step is the epoch.")
+    elif steps.key in LOGGER_KEYS:
         notes.append(f"The step is the logger's ({steps.key}), which counts its calls.")
     notes.extend(_row_notes(table, steps.values, used[0]))
     known = np.isfinite(steps.values)
@@ -187,7 +194,7 @@ def _log(source: Source, mapping: Mapping[str, str], several: bool) -> Log:
     )
 
 
-def _components(table: Table, steps: NDArray[np.float64]) -> pd.DataFrame:
+def _components(table: Table, steps: Values) -> pd.DataFrame:
     """The means of a reward's components by step, from TRL's keys "rewards/NAME/mean"."""
     pattern = re.compile(r"(?:train/)?(rewards/.+)/mean")
     matches = [match for key in table.columns if (match := pattern.fullmatch(key))]
@@ -200,7 +207,7 @@ def _components(table: Table, steps: NDArray[np.float64]) -> pd.DataFrame:
     return pd.DataFrame(columns, index=pd.Index(index, name="step")).dropna(how="all")
 
 
-def _latest(table: Table, steps: NDArray[np.float64], key: str) -> NDArray[np.bool_]:
+def _latest(table: Table, steps: Values, key: str) -> Flags:
     """Which rows (rows,) a resumed training did not write again."""
     of_key = np.where(table.rows_with([key]), steps, np.nan)
     if per_step(of_key) > 1 or not resumed_at(of_key):
@@ -210,13 +217,11 @@ def _latest(table: Table, steps: NDArray[np.float64], key: str) -> NDArray[np.bo
     return ~(steps >= np.nan_to_num(later, nan=np.inf))
 
 
-def _frame(
-    table: Table, naming: Naming, steps: NDArray[np.float64], known: NDArray[np.bool_]
-) -> pd.DataFrame:
+def _frame(table: Table, naming: Naming, steps: Values, known: Flags) -> pd.DataFrame:
     """The quantities by step; a step that lacks all of them has no row."""
     rounded = np.round(steps[known]).astype(np.int64)
     index, groups = np.unique(rounded, return_inverse=True)
-    columns: dict[str, NDArray[np.float64]] = {}
+    columns: dict[str, Values] = {}
     for quantity in QUANTITIES:
         named = naming.quantities.get(quantity.name)
         if named is None:
@@ -227,7 +232,7 @@ def _frame(
     return frame.dropna(how="all").dropna(axis=1, how="all")
 
 
-def _values(table: Table, named: Named, average: bool) -> NDArray[np.float64]:
+def _values(table: Table, named: Named, average: bool) -> Values:
     """The values of a quantity in each row (rows,): the sum or mean of its keys, of those that the row has."""
     total = np.zeros(table.count)
     count = np.zeros(table.count)
@@ -241,7 +246,7 @@ def _values(table: Table, named: Named, average: bool) -> NDArray[np.float64]:
     return 1 - found if named.complement else found
 
 
-def _row_notes(table: Table, steps: NDArray[np.float64], key: str) -> list[str]:
+def _row_notes(table: Table, steps: Values, key: str) -> list[str]:
     """What became of several rows of one step, and of steps that were repeated; `key`: of the rows that are counted."""
     notes = []
     steps = np.where(table.rows_with([key]), steps, np.nan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, Quantity
+from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, Quantity, listed
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.trainers import (
     BY_TRAINER,
@@ -18,37 +18,34 @@ from sharpscope.diagnose.trainers import (
     trainer_of,
 )
 from sharpscope.errors import UserError, nearest
+from sharpscope.rules.measures import Values
 
 NOISE = frozenset(
-    (
-        *("train", "training", "trainer", "actor", "critic", "policy", "rollout", "rollouts"),
-        *("metric", "metrics", "env", "all", "mean", "avg", "average", "mu", "step", "batch"),
-        *("global", "model", "stats", "stat", "data", "agg", "aggregate", "overall", "total"),
-        *("raw", "final", "task", "episode", "opt", "optim", "optimizer", "log", "logs", "val"),
-        *("value", "current", "running", "smoothed", "sampled", "per", "sample", "objective"),
-        *("the", "of"),
+    listed(
+        "train, training, trainer, actor, critic, policy, rollout, rollouts, metric, metrics, env",
+        "all, mean, avg, average, mu, step, batch, global, model, stats, stat, data, agg",
+        "aggregate, overall, total, raw, final, task, episode, opt, optim, optimizer, log, logs",
+        "val, value, current, running, smoothed, sampled, per, sample, objective, the, of",
     )
 )
 """Words that say where a quantity was measured, or that it is a mean, and do not change what it is."""
-_EVALUATION = frozenset(
-    ("eval", "evaluation", "valid", "validation", "test", "heldout", "holdout", "dev")
-)
+_EVALUATION = frozenset(listed("eval, evaluation, valid, validation, test, heldout, holdout, dev"))
 _OF_POLICIES = frozenset(
-    (
-        *("reward", "rewards", "completion", "completions", "response", "responses", "rollout"),
-        *("kl", "advantage", "advantages", "policy", "clip", "group", "generation"),
+    listed(
+        "reward, rewards, completion, completions, response, responses, rollout, kl, advantage",
+        "advantages, policy, clip, group, generation",
     )
 )
 """Words of keys that only a training by rewards has."""
 _RATES = frozenset(
-    (
+    {
         ("accuracy",),
         ("acc",),
         ("correct",),
         ("pass", "rate"),
         ("rate", "success"),
         ("rate", "solve"),
-    )
+    }
 )
 """Words that are the reward of a log that has no other."""
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -80,12 +77,13 @@ def words_of(key: str) -> tuple[str, ...]:
 
 
 def _spelled(quantities: Iterable[Quantity]) -> dict[tuple[str, ...], str]:
-    """Sorted words of each spelling -> quantity."""
+    """Sorted words of each spelling, and those that are not NOISE -> quantity."""
     found: dict[tuple[str, ...], str] = {}
     for quantity in quantities:
         for spelling in quantity.spellings:
-            words = sorted(word for word in spelling.split() if word not in NOISE)
-            found.setdefault(tuple(words), quantity.name)
+            words = sorted(spelling.split())
+            for part in (words, (word for word in words if word not in NOISE)):
+                found.setdefault(tuple(part), quantity.name)
     return found
 
 
@@ -105,7 +103,7 @@ def by_words(key: str) -> str | None:
     rest = tuple(sorted(word for word in words if word not in NOISE | _EVALUATION))
     if is_evaluation(key):
         return _HELD_OUT.get(rest)
-    return _TRAINING.get(rest)
+    return _TRAINING.get(tuple(sorted(words))) or _TRAINING.get(rest)
 
 
 def name_columns(
@@ -174,7 +172,7 @@ def _guess(table: Table, naming: Naming, mapping: Mapping[str, str]) -> None:
     for name, keys in candidates.items():
         quantity = BY_NAME[name]
         fitting = []
-        for key in sorted(keys, key=lambda key: _preference(key, table)):
+        for key in sorted(keys, key=lambda key: _preference(key, quantity, table)):
             problem = _problem(quantity, table.columns[key].numbers())
             if problem:
                 naming.refused[key] = f"not taken as {quantity.title}: {problem}"
@@ -199,13 +197,21 @@ def _rest(key: str) -> tuple[str, ...]:
     return tuple(sorted(word for word in words_of(key) if word not in NOISE))
 
 
-def _preference(key: str, table: Table) -> tuple[int, int, str]:
-    """Sorts the keys of one quantity: those with more values first (within a factor of two), then the shorter ones."""
-    logged = len(table.columns[key].values)
-    return -logged.bit_length(), len(words_of(key)), key
+def _preference(key: str, quantity: Quantity, table: Table) -> tuple[int, bool, int, int, str]:
+    """Sorts the keys of one quantity.
+
+    First come those with more values (within a factor of two), those of a divergence that are never negative, the earlier
+    spellings, and the shorter keys.
+    """
+    values = table.columns[key].numbers()
+    negative = quantity.name == "kl" and bool((values < 0).any())
+    words = sorted(_rest(key))
+    spelled = [sorted(set(spelling.split()) - NOISE) for spelling in quantity.spellings]
+    place = spelled.index(words) if words in spelled else len(spelled)
+    return -len(values).bit_length(), negative, place, len(words_of(key)), key
 
 
-def _problem(quantity: Quantity, values: np.ndarray) -> str:
+def _problem(quantity: Quantity, values: Values) -> str:
     """Why values cannot be those of a quantity; empty if they can."""
     known = values[np.isfinite(values)]
     if not len(known):

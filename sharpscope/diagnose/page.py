@@ -11,6 +11,7 @@ import numpy as np
 from sharpscope.diagnose.quantities import BY_NAME, Quantity
 from sharpscope.diagnose.report import Diagnosis
 from sharpscope.errors import UserError, first_line
+from sharpscope.rules.measures import Values
 
 WIDTH, HEIGHT = 320, 150
 """Size of a chart [pixels]."""
@@ -119,14 +120,14 @@ def _text(
     )
 
 
-def _scaled(values: np.ndarray, span: tuple[float, float], start: float, end: float) -> np.ndarray:
+def _scaled(values: Values, span: tuple[float, float], start: float, end: float) -> Values:
     """Values as pixels; the middle if all are the same."""
     low, high = span
     share = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
     return start + np.clip(share, 0, 1) * (end - start)
 
 
-def _thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _thinned(steps: Values, values: Values) -> tuple[Values, Values]:
     """At most `POINTS` points: means of as many parts."""
     if len(values) <= POINTS:
         return steps, values

@@ -19,6 +19,7 @@ from sharpscope.diagnose.quantities import BY_NAME
 from sharpscope.diagnose.reading import learned, not_judged, too_little, what_was_read
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import advise
+from sharpscope.rules.measures import Values
 from sharpscope.rules.table import RULES
 
 MOST = 5
@@ -26,7 +27,9 @@ MOST = 5
 FEWEST = 5
 """Steps without a finding from which on a log is said to show none."""
 
-WITHOUT_DATE = frozenset({*(rule.name for rule in RULES.values() if rule.window == 0), "kl_start"})
+WITHOUT_DATE = frozenset(
+    {*(rule.name for rule in RULES.values() if rule.window == 0), "kl_start", "reference_start"}
+)
 """Rules whose title says when."""
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -268,7 +271,7 @@ def _judged(log: Log) -> Diagnosis:
     )
 
 
-def sparkline(values: np.ndarray, width: int = 40, log: bool = False) -> str:
+def sparkline(values: Values, width: int = 40, log: bool = False) -> str:
     """Values as at most `width` bars from the smallest to the largest, each a mean; a dot for what is not a number."""
     if log and (values > 0).any():
         values = np.log(np.maximum(values, values[values > 0].min()))

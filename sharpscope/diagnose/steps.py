@@ -7,30 +7,28 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from sharpscope.diagnose.console import BAR_KEY
 from sharpscope.diagnose.names import by_words, is_evaluation, words_of
-from sharpscope.diagnose.quantities import Gather
-from sharpscope.diagnose.tables import Column, Table
+from sharpscope.diagnose.quantities import Gather, listed
+from sharpscope.diagnose.tables import Column, Positions, Table
+from sharpscope.rules.measures import Flags, Values
 
 STEP_KEYS = (
-    *("global_step/max_steps", "train/global_step", "training/global_step", "trainer/global_step"),
-    *("global_step", "current_steps", "step", "Step", "steps", "training/step", "train/step"),
-    *("iteration", "Iteration", "iter", "train/iteration", "iterations", "update", "updates"),
-    *(
-        "rollout/step",
-        "train_step",
-        "training_step",
-        "global step",
-        "Global Step",
-        "optimizer_step",
+    *listed(
+        "global_step/max_steps, train/global_step, training/global_step, trainer/global_step",
+        "global_step, current_steps, step, Step, steps, training/step, train/step, iteration",
+        "Iteration, iter, train/iteration, iterations, update, updates, rollout/step, train_step",
+        "training_step, global step, Global Step, optimizer_step, Training Step, training step",
+        "num_updates, rollout_id",
     ),
-    *("Training Step", "training step", "num_updates", "rollout_id", BAR_KEY),
+    BAR_KEY,
 )
 """Keys of a trainer's step, in the order in which they are preferred."""
 LOGGER_KEYS = ("_step", "wandb_step", "mlflow_step")
 """Keys of a logger's step, which counts calls of the logger and not updates."""
+EPOCH_KEYS = ("epoch", "Epoch")
+"""Keys of an epoch, which counts where nothing else does and it is a whole number."""
 _SUMMARY = frozenset({"train_runtime", "train/train_runtime", "total_flos", "train_dataset"})
 _OF_TRAINING = frozenset({"loss", "grad_norm", "learning_rate", "lr", "train/loss"})
 
@@ -43,7 +41,7 @@ class Steps:
     """The step of each row."""
 
     key: str  # of the log; empty if rows are counted
-    values: NDArray[np.float64]  # (rows,), NaN where a row has none
+    values: Values  # (rows,), NaN where a row has none
 
 
 MOST_FALLS = 0.1
@@ -52,7 +50,7 @@ MOST_FALLS = 0.1
 
 def step_keys(table: Table) -> list[str]:
     """The keys of a table that count steps, in the order of preference."""
-    return [key for key in (*STEP_KEYS, *LOGGER_KEYS) if key in table.columns]
+    return [key for key in (*STEP_KEYS, *LOGGER_KEYS, *EPOCH_KEYS) if key in table.columns]
 
 
 def steps_of(table: Table, named: Iterable[str]) -> Steps:
@@ -72,7 +70,7 @@ def steps_of(table: Table, named: Iterable[str]) -> Steps:
     return Steps(key="", values=counted)
 
 
-def _counts(values: NDArray[np.float64]) -> bool:
+def _counts(values: Values) -> bool:
     """Whether values can be steps: whole numbers that are not all the same."""
     known = values[np.isfinite(values)]
     if not len(known) or np.abs(known).max() > 2**53:
@@ -115,11 +113,11 @@ def with_evaluations_apart(table: Table) -> Table:
     return made
 
 
-def _column(positions: NDArray[np.int64], values: NDArray[np.float64]) -> Column:
+def _column(positions: Positions, values: Values) -> Column:
     return Column(array("I", positions.tolist()), array("d", values.tolist()))
 
 
-def attempts(steps: NDArray[np.float64]) -> list[NDArray[np.bool_]]:
+def attempts(steps: Values) -> list[Flags]:
     """The rows of each attempt in a file to which several were appended, in their order.
 
     An attempt begins where the step falls back to the first tenth of what the one before had reached, and repeats most of its steps. A
@@ -143,15 +141,13 @@ def attempts(steps: NDArray[np.float64]) -> list[NDArray[np.bool_]]:
     return found
 
 
-def _falls(values: NDArray[np.float64]) -> NDArray[np.int64]:
+def _falls(values: Values) -> Positions:
     """Positions at which steps (n,) are lower than before; none if they are in no order at all."""
     falls = np.flatnonzero(np.diff(values) < 0) + 1
     return falls if len(falls) <= max(1, MOST_FALLS * len(values)) else falls[:0]
 
 
-def gathered(
-    values: NDArray[np.float64], groups: NDArray[np.int64], count: int, how: Gather
-) -> NDArray[np.float64]:
+def gathered(values: Values, groups: Positions, count: int, how: Gather) -> Values:
     """One value for each of `count` steps (count,), from the values (rows,) whose step is number `groups` (rows,).
 
     Values that were not finite make their step's not finite.
@@ -175,7 +171,7 @@ def gathered(
     return found
 
 
-def per_step(steps: NDArray[np.float64]) -> int:
+def per_step(steps: Values) -> int:
     """Rows of the median step."""
     known = steps[np.isfinite(steps)]
     if not len(known):
@@ -183,7 +179,7 @@ def per_step(steps: NDArray[np.float64]) -> int:
     return int(np.median(np.unique(known, return_counts=True)[1]))
 
 
-def resumed_at(steps: NDArray[np.float64]) -> list[int]:
+def resumed_at(steps: Values) -> list[int]:
     """Steps from which a training was repeated after it had gone further."""
     known = steps[np.isfinite(steps)]
     return [int(known[at]) for at in _falls(known) if known[at] in known[:at]]

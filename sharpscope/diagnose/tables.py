@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from sharpscope.rules.measures import Flags, Values
+
+Positions = NDArray[np.int64]
+
 NOT_FINITE = math.inf
 """What stands for a logged value that is not finite; NaN means that nothing was logged."""
 LARGEST = 1e150
@@ -34,11 +38,11 @@ class Column:
     positions: array[int] = field(default_factory=lambda: array("I"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def numbers(self) -> NDArray[np.float64]:
+    def numbers(self) -> Values:
         """The logged values (m,)."""
         return np.array(self.values, dtype=np.float64)
 
-    def rows(self) -> NDArray[np.int64]:
+    def rows(self) -> Positions:
         """The rows that have a value (m,)."""
         return np.array(self.positions, dtype=np.int64)
 
@@ -126,7 +130,7 @@ class Table:
             return float(match[1]) if match else None
         return number if -LARGEST < number < LARGEST else NOT_FINITE
 
-    def rows_with(self, keys: Iterable[str]) -> NDArray[np.bool_]:
+    def rows_with(self, keys: Iterable[str]) -> Flags:
         """Which rows have at least one of the keys (count,)."""
         found = np.zeros(self.count, dtype=bool)
         for key in keys:
@@ -134,14 +138,14 @@ class Table:
                 found[self.columns[key].rows()] = True
         return found
 
-    def dense(self, key: str) -> NDArray[np.float64]:
+    def dense(self, key: str) -> Values:
         """The values of a key in all rows (count,), NaN where it is not logged."""
         values = np.full(self.count, np.nan)
         column = self.columns[key]
         values[column.rows()] = column.numbers()
         return values
 
-    def part(self, rows: NDArray[np.bool_]) -> Table:
+    def part(self, rows: Flags) -> Table:
         """The table of some of the rows."""
         place = np.cumsum(rows) - 1
         made = Table(count=int(rows.sum()), texts=self.texts, notes=list(self.notes))

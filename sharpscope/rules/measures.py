@@ -15,6 +15,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 Values = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 History = Mapping[str, Values]
 Measure = Callable[[History], Values]
 
@@ -43,8 +44,8 @@ def mean(name: str) -> Measure:
 
 
 def negative(name: str) -> Measure:
-    """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding."""
-    return _of_last(name, WINDOW, lambda x: trailing((x < -1e-6).astype(float), WINDOW, 5))
+    """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding and the noise of samples."""
+    return _of_last(name, WINDOW, lambda x: trailing((x < -1e-4).astype(float), WINDOW, 5))
 
 
 def zero(name: str) -> Measure:
@@ -106,17 +107,31 @@ def spike(name: str) -> Measure:
         return ratio
 
     def _measure(history: History) -> Values:
+        if name not in history:
+            return _nothing(history)
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
-        positive = kind(
-            {key: np.where(x > 0, x, np.nan) for key, x in history.items() if key == name}
-        )
-        return (
-            _on_known(positive, (name,), _of, depends_on=SPIKE_WINDOW + 1)
-            if positive
-            else _nothing(history)
+        judged = (history[name] > 0) & ~_without_advantage(history)
+        return _on_known(
+            kind({name: np.where(judged, history[name], np.nan)}),
+            (name,),
+            _of,
+            depends_on=SPIKE_WINDOW + 1,
         )
 
     return _measure
+
+
+def _without_advantage(history: History) -> Flags:
+    """Steps whose groups all have equal rewards: what is left of their gradient is that of a KL, and no measure for others.
+
+    None if all steps are such.
+    """
+    none = np.zeros(len(_nothing(history)), dtype=bool)
+    if "dead_groups" in history:
+        idle = history["dead_groups"] >= 1
+    else:
+        idle = history.get("reward_std", np.ones(len(none))) == 0
+    return none if idle.all() else idle
 
 
 def reward_fall(history: History) -> Values:
@@ -267,19 +282,17 @@ CHANCE = 0.05
 """Chance of a row of equal steps, anywhere in the run so far, from which on it means something."""
 
 
-def _by_chance(
-    history: History, name: str, events: Callable[[Values], NDArray[np.bool_]]
-) -> NDArray[np.bool_]:
+def _by_chance(history: History, name: str, events: Callable[[Values], Flags]) -> Flags:
     """Whether the `events` in a row up to each step, of the known values of a quantity, are likely by chance."""
     many, few = (
         _on_known(history, (name,), lambda x, prior=prior: _chance(events(x), *prior))
         for prior in ((0.5, 2.0), (9.5, 10.0))
     )
-    likely: NDArray[np.bool_] = _by_groups(history, many, few) >= CHANCE
+    likely: Flags = _by_groups(history, many, few) >= CHANCE
     return likely
 
 
-def _chance(events: NDArray[np.bool_], prior: float, weight: float) -> Values:
+def _chance(events: Flags, prior: float, weight: float) -> Values:
     """Bound on the chance of the events in a row up to each step (n,), from how often there was one before they began.
 
     The chance of s in a row anywhere in n steps is at most n·p^s. p is estimated with `prior` events in `weight` steps: half an event
@@ -296,7 +309,7 @@ FEW_GROUPS = 2
 """Groups in a step up to which chance rules a single step."""
 
 
-def few_groups(history: History) -> NDArray[np.bool_]:
+def few_groups(history: History) -> Flags:
     """Whether a step has at most FEW_GROUPS groups, by the steps up to each (n,).
 
     By the history's `groups`, where that is known. Else by the shares of groups with equal rewards, which are then only 0, 1/2 and 1,
@@ -312,7 +325,7 @@ def few_groups(history: History) -> NDArray[np.bool_]:
         )
         other = np.logical_or.accumulate(known & ~np.isin(shares, (0.0, 0.5, 1.0)))
         seen = none.astype(int) + half + all_
-        found: NDArray[np.bool_] = (seen >= 2) & all_ & ~other & (np.cumsum(known) >= 3)
+        found: Flags = (seen >= 2) & all_ & ~other & (np.cumsum(known) >= 3)
         return found
     if "reward_std" in history:
         known = np.isfinite(history["reward_std"])
@@ -328,7 +341,7 @@ def _by_groups(history: History, many: Values, few: Values) -> Values:
     return found
 
 
-def solved(history: History) -> NDArray[np.bool_]:
+def solved(history: History) -> Flags:
     """Whether the mean reward of the last WINDOW steps is within 10 % of the largest so far, or groups are all right, and it rose.
 
     The largest is 1 for rewards of at most 1.
@@ -513,12 +526,15 @@ def kl_at_start(history: History) -> Values:
 
 
 def kl_drift(history: History) -> Values:
-    """Mean KL to the reference of the last WINDOW steps above its smallest value in the first three steps [nats/token]."""
+    """Mean KL to the reference of the last WINDOW steps above its smallest value in the first three steps [nats/token].
+
+    The mean is without the largest value: a single outlier is no drift.
+    """
 
     def _of(x: Values) -> Values:
         lowest = np.minimum.accumulate(x[:3])
         start = np.append(lowest, np.full(len(x) - len(lowest), lowest[-1]))
-        return trailing(x, WINDOW) - np.where(start >= 0.1, start, 0.0)
+        return trailing(x, WINDOW, how=_mean_but_largest) - np.where(start >= 0.1, start, 0.0)
 
     return _on_known(history, ("kl",), _of)
 
@@ -553,6 +569,19 @@ def chosen_falls(history: History) -> Values:
     def _of(chosen: Values, rejected: Values) -> Values:
         down, other = (x[0] - trailing(x, WINDOW, 3) for x in (chosen, rejected))
         return np.where(other > 0, down, np.where(np.isnan(other), np.nan, 0.0))
+
+    return _on_known(history, ("chosen", "rejected"), _of)
+
+
+def implicit_at_start(history: History) -> Values:
+    """Mean implicit reward of chosen and rejected answers in the first of EARLY rows, if none of them is far from it; else 0."""
+
+    def _of(chosen: Values, rejected: Values) -> Values:
+        level, out = (chosen + rejected) / 2, np.full(len(chosen), np.nan)
+        if len(level) >= EARLY:
+            moved_by = np.abs(level[:EARLY] - level[0]).max()
+            out[EARLY - 1] = level[0] if level[0] >= 4 * moved_by else 0.0
+        return out
 
     return _on_known(history, ("chosen", "rejected"), _of)
 
@@ -606,6 +635,14 @@ def trailing(
     out = how(_windows(x, window), axis=1)
     out[: least - 1] = np.nan
     return out
+
+
+def _mean_but_largest(windows: Values, axis: int) -> Values:
+    """Mean of the known values without the largest; of a single value, itself."""
+    count = np.isfinite(windows).sum(axis=axis)
+    largest = np.where(count > 1, np.nanmax(windows, axis=axis), 0.0)
+    mean: Values = (np.nansum(windows, axis=axis) - largest) / np.maximum(count - 1, 1)
+    return mean
 
 
 def _windows(x: Values, window: int) -> Values:
@@ -667,6 +704,7 @@ MEASURES: Mapping[str, Callable[..., Any]] = {
     "rises_again": rises_again,
     "saturated": saturated,
     "chosen_falls": chosen_falls,
+    "implicit_at_start": implicit_at_start,
     "by_chance_ordered": by_chance_ordered,
     "exactly_solved": exactly_solved,
 }

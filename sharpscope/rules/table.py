@@ -495,7 +495,7 @@ _RULES = (
         quantities=("kl",),
         measured_by=("kl_drift",),
         threshold=0.5,
-        statistic="KL to the reference in nats / token, mean of 10 steps",
+        statistic="KL to the reference in nats / token, mean of 10 steps without the largest",
         meaning=(
             "each step goes further than the KL term pulls back; where reward still rises it need"
             " not be a problem"
@@ -951,6 +951,25 @@ _RULES = (
         source="0.3 is 3 nats of a text at beta = 0.1",
         severity=NOTICE,
         window=10,
+        known="log",
+        trainings=PREFERENCE,
+    ),
+    Rule(
+        name="reference_start",
+        title="Implicit rewards are large at the start",
+        quantities=("chosen", "rejected"),
+        measured_by=("implicit_at_start",),
+        threshold=2,
+        statistic=(
+            "mean implicit reward of chosen and rejected answers in the first row, where the next four are close to it"
+        ),
+        meaning=(
+            "the policy starts away from its reference: the reference is another model, or an adapter is left on "
+            "in one of the two; the loss orders pairs by where they differ, which was not learned from them"
+        ),
+        advice="check that the reference has the weights that the training starts from, adapters included",
+        source="a policy that starts at its reference has implicit rewards of 0; 2 is 20 nats of a text at beta = 0.1",
+        severity=NOTICE,
         known="log",
         trainings=PREFERENCE,
     ),
