@@ -6,7 +6,6 @@ import ast
 import contextlib
 import doctest
 import functools
-import html
 import importlib
 import importlib.util
 import json
@@ -18,8 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -50,7 +49,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_readme_is_short_and_its_terminal_picture_is_current():
-    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 125
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 90
     spec = importlib.util.spec_from_file_location("screenshots", ROOT / "docs" / "screenshots.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -61,65 +60,57 @@ def test_readme_is_short_and_its_terminal_picture_is_current():
     assert 'url("http' not in made  # fonts of another host
 
 
-def test_the_numbers_of_the_readme_are_those_of_the_files_behind_them():
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
+def text_of(page: str) -> str:
+    """A page's text on one line."""
+    return " ".join((ROOT / page).read_text("utf-8").split())
 
-    def page(name: str) -> str:
-        text = html.unescape(re.sub(r"<[^>]*>", "", (ROOT / "docs" / name).read_text("utf-8")))
-        return " ".join(text.replace("\xa0", " ").split())
 
-    picture = page("images/tokens.svg")
-    step, times = re.search(r"At step (\d+) the gradient is ([\d.]+) times", readme).groups()
-    assert f"step {step}," in picture and f"{times} × the typical" in picture
-    text = re.search(
-        r"(\d+) → (\d+) % greedily in (\d+) steps, and has (\d+) % after (\d+)[.,]", readme
-    )
-    before, best, at, after, steps = map(int, text.groups())
-    run = sharpscope.load_run(ROOT / "data" / "example" / "sums")
-    greedy = run.eval.query("temperature == 0 and split == 'heldout'").set_index("step")["accuracy"]
-    assert [round(100 * greedy[step]) for step in (0, at, steps)] == [
-        before,
-        best,
-        after,
-    ] and steps == greedy.index.max()
-    angles = dict(
-        re.findall(
-            r"^\| `?([^|`]*?)`?(?:\\\*)? \| (\d.*) \|$",
-            (ROOT / "docs/explanations/what-methods-do.md").read_text("utf-8"),
-            re.M,
-        )
-    )
-    for label, name in {
-        "GRPO-SG": "grpo-sg",
-        "TR-GRPO": "tr-grpo",
-        "CISPO": "cispo",
-        "Cov-GRPO": "cov-grpo",
+def test_the_effects_of_the_readme_are_those_of_the_leaderboard():
+    lines = (ROOT / "experiments/attribution/math.jsonl").read_text("utf-8").splitlines()
+    plain = [row for row in map(json.loads, lines) if row["setting"] == "plain"]
+    columns = ["kind", "outcome", "score", "rank", "slope"]
+    ranks = pd.concat([pd.DataFrame(row["ranks"], columns=columns) for row in plain])
+    ranks = ranks[ranks["kind"] != "single tokens"]
+    means = ranks.groupby(["score", "outcome", "kind"])["rank"].mean()
+    means = means.groupby(["score", "outcome"]).mean()
+    names = {
+        "**effect**, through clipping and AdamW": "effect",
+        "gradient similarity, lr·c⟨∇log π, ∇Q⟩": "SGD",
+        "share of ‖∇L‖²": "share",
+        "random": "random",
+    }
+    readme = text_of("README.md")
+    for shown, score in names.items():
+        values = [means[score, q] for q in ("kl", "entropy", "heldout", "sharpness")]
+        cells = [f"{value:.2f}".replace("-", "−") for value in values]
+        bold = "**" if score == "effect" else ""
+        assert f"| {shown} | " + " | ".join(f"{bold}{c}{bold}" for c in cells) + " |" in readme
+    seeds = len({row["seed"] for row in plain})
+    assert f"{len(plain)} updates of {seeds} seeds" in readme
+
+
+def test_the_other_numbers_of_the_readme_are_those_of_the_pages_behind_them():
+    readme, causes = text_of("README.md"), text_of("docs/causes.md")
+    assert "33 trainings with a planted cause that have a log, and the 12 controls" in causes
+    assert "33 short trainings with one planted bug each, and 12 healthy ones" in readme
+    for ours, theirs in {
+        "**sharpscope**, recorded | **32** | 0 |": "from a recorded run | 32 | 32 of 33 / 0 of 12 |",
+        "**sharpscope**, from the log alone | 11 | 0 |": "from the log | 11 | not counted / 0 of 12 |",
+        "| 0; 0; 0 | 10; 0; 0 |": "| rldoctor 0.2.0 | 0 | 29 of 33 / 10 of 12 |",
     }.items():
-        knights, _, _, smollm2 = (cell.split(", ") for cell in angles[name].split(" | "))
-        real = "–" if smollm2 == ["–"] else f"{smollm2[0]}°"
-        assert f"| {label} | {knights[0]}° | {knights[2]}° | {real} |" in readme
-    knights, _, _, smollm2 = angles["noise of the batch"].split(" | ")
-    assert f"| {knights}° | | {smollm2}° |" in readme
-    tiny, real = re.search(
-        r"greedy accuracy (\S+ ± \S+ points), 12 seeds.*?; (\S+ ± \S+ points), 6 seeds", readme
-    ).groups()
-    study = page("study.md")
-    assert (
-        f"mass 4 − plain GRPO: {tiny};" in study
-        and "over 12 seeds" in study
-        and f"{real} against plain GRPO" in study
-    )
-    price, speed = page("trainers/index.md"), page("../experiments/benchmarks/speed.md")
-    assert f"| {re.search(r'of SmolLM2-135M it takes ([0-9.]+ %)', readme)[1]} on SmolLM2" in speed
-    cap, ratio = re.search(
-        r"at most (\d+ %) of its forward.*? took ([\d.]+) times", readme
-    ).groups()
-    assert f"at most {cap} of its forward and backward passes" in price and re.search(
-        rf"GRPOTrainer,.*?\| \d+ \| {ratio}\d? \|", price
-    )
-    weights = load_file(ROOT / "data/policies/knights_knaves/model.safetensors")
-    count = sum(weight.numel() for weight in weights.values())
-    assert f"{count / 1e6:.2f} million" in readme
+        assert ours in readme and theirs in causes
+    for tool in ("rlwatch 0.5.1", "rlprobe 0.1.0"):
+        assert re.search(rf"\| {tool} \| 0 \| \d of 33 / 0 of 12 \|", causes) and tool in readme
+    page = (ROOT / "docs/explanations/what-methods-do.md").read_text("utf-8")
+    cells = [line.split("|") for line in page.splitlines() if line.startswith("| ")]
+    first = {row[1].strip(" `"): row[2].strip() for row in reversed(cells)}  # of the first table
+    angle, low, high = re.match(r"([\d.]+) \(([\d.]+)–([\d.]+)\)", first["grpo-sg"]).groups()
+    noise = first["noise of the batch"].split()[0]
+    assert f"turns the gradient by {angle}° ({low} to {high}° over four batches)" in readme
+    assert f"randomness of a batch turns it by {noise}°" in readme
+    prices = text_of("docs/trainers/index.md")
+    assert "32 completions of at most 64 tokens | 60 | 1.51 |" in prices
+    assert "60 GRPO steps of a tiny model, recorded over not | 1.5 |" in readme
 
 
 def test_the_page_of_claims_lists_them_with_their_margins_and_sources():
