@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, SupportsFloat
 
@@ -117,20 +117,12 @@ def _attempts(source: Source) -> list[Source]:
     table = with_evaluations_apart(without_summaries(source.table))
     naming = name_columns(table, trainer=source.framework)
     parts = attempts(steps_of(table, _keys(naming) or table.columns).values)
-    made = []
-    for number, rows in enumerate(parts, 1):
-        several = len(parts) > 1
-        made.append(
-            Source(
-                path=source.path,
-                table=table.part(rows) if several else table,
-                format=source.format,
-                name=f"{source.name} (attempt {number})" if several else source.name,
-                framework=source.framework,
-                notes=source.notes,
-            )
-        )
-    return made
+    if len(parts) == 1:
+        return [replace(source, table=table)]
+    return [
+        replace(source, table=table.part(rows), name=f"{source.name} (attempt {number})")
+        for number, rows in enumerate(parts, 1)
+    ]
 
 
 def _keys(naming: Naming) -> list[str]:

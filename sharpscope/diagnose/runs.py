@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -105,11 +105,7 @@ def _states(folder: Path, files: Sequence[Path]) -> list[Source]:
         notes: tuple[str, ...] = ()
         if len(states) > 1:
             notes = (f"Of {len(states)} trainer_state.json the one with the highest step is read.",)
-        found.append(
-            Source(
-                path=best, table=source.table, format=source.format, name=source.name, notes=notes
-            )
-        )
+        found.append(replace(source, notes=notes))
     if not found:
         raise problems[0]
     return found
@@ -221,8 +217,8 @@ def split(table: Table) -> dict[str, Table]:
     made = {}
     for run, keys in charts.items():
         columns = {**shared, **{rest: table.columns[key] for rest, key in keys.items()}}
-        made[run if len(charts) > 1 else ""] = Table(
-            count=table.count, columns=columns, left_out=table.left_out, notes=list(table.notes)
+        made[run if len(charts) > 1 else ""] = replace(
+            table, columns=columns, texts=set(), runs=[], notes=list(table.notes)
         )
     return made
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -101,8 +101,7 @@ def with_evaluations_apart(table: Table) -> Table:
     moved = [key for key in shared if not rows[table.columns[key].rows()].all()]
     if not moved:
         return table
-    made = Table(count=table.count, columns=dict(table.columns), texts=table.texts)
-    made.left_out, made.notes = table.left_out, list(table.notes)
+    made = replace(table, columns=dict(table.columns), notes=list(table.notes))
     for key in moved:
         positions, values = table.columns[key].rows(), table.columns[key].numbers()
         there = rows[positions]

@@ -109,29 +109,24 @@ def spike(name: str) -> Measure:
     def _measure(history: History) -> Values:
         if name not in history:
             return _nothing(history)
+        idle = _without_advantage(history)
         kind = OfLastStep if isinstance(history, OfLastStep) else dict
-        judged = (history[name] > 0) & ~_without_advantage(history)
-        return _on_known(
-            kind({name: np.where(judged, history[name], np.nan)}),
-            (name,),
-            _of,
-            depends_on=SPIKE_WINDOW + 1,
+        alike = (
+            kind({name: np.where(steps & (history[name] > 0), history[name], np.nan)})
+            for steps in (idle, ~idle)
+        )
+        return np.where(
+            idle, *(_on_known(part, (name,), _of, depends_on=SPIKE_WINDOW + 1) for part in alike)
         )
 
     return _measure
 
 
 def _without_advantage(history: History) -> Flags:
-    """Steps whose groups all have equal rewards: what is left of their gradient is that of a KL, and no measure for others.
-
-    None if all steps are such.
-    """
-    none = np.zeros(len(_nothing(history)), dtype=bool)
+    """Steps whose groups all have equal rewards: their gradient is that of a KL only, and is compared with others of this kind."""
     if "dead_groups" in history:
-        idle = history["dead_groups"] >= 1
-    else:
-        idle = history.get("reward_std", np.ones(len(none))) == 0
-    return none if idle.all() else idle
+        return np.asarray(history["dead_groups"] >= 1)
+    return np.asarray(history.get("reward_std", np.ones(len(_nothing(history)))) == 0)
 
 
 def reward_fall(history: History) -> Values:
@@ -679,43 +674,5 @@ def _on_known(
     return out
 
 
-MEASURES: Mapping[str, Callable[..., Any]] = {
-    "value": value,
-    "mean": mean,
-    "negative": negative,
-    "zero": zero,
-    "relative": relative,
-    "spike": spike,
-    "flat": flat,
-    "reward_fall": reward_fall,
-    "reward_gap": reward_gap,
-    "zero_gradient": zero_gradient,
-    "dead_share": dead_share,
-    "lost_gradient": lost_gradient,
-    "constant_reward": constant_reward,
-    "entropy_rise": entropy_rise,
-    "drift": drift,
-    "policy_change": policy_change,
-    "ratio_tail": ratio_tail,
-    "not_finite": not_finite,
-    "standing_still": standing_still,
-    "kl_at_start": kl_at_start,
-    "kl_drift": kl_drift,
-    "rises_again": rises_again,
-    "saturated": saturated,
-    "chosen_falls": chosen_falls,
-    "implicit_at_start": implicit_at_start,
-    "by_chance_ordered": by_chance_ordered,
-    "exactly_solved": exactly_solved,
-}
-"""What `Rule.measure` names: measures, and functions that make one for a quantity."""
-
 PARAMETRIC = frozenset({"value", "mean", "negative", "zero", "relative", "spike", "flat"})
 """Names of functions that make a measure."""
-
-
-def measure_named(name: str, arguments: tuple[str | int, ...]) -> Measure:
-    """The measure of a rule by its name and arguments, such as "relative" and ("entropy", 1)."""
-    found = MEASURES[name]
-    measure: Measure = found(*arguments) if name in PARAMETRIC else found
-    return measure

@@ -56,11 +56,12 @@ class Rule:
     @cached_property
     def measure(self) -> Measure:
         """Number that is compared with the threshold, of each step from the values up to it."""
-        from sharpscope.rules.measures import (
-            measure_named,
-        )  # imports NumPy, which the table does not need
+        from sharpscope.rules import measures  # imports NumPy, which the table does not need
 
-        return measure_named(str(self.measured_by[0]), self.measured_by[1:])
+        name, *arguments = self.measured_by
+        found = getattr(measures, str(name))
+        measure: Measure = found(*arguments) if name in measures.PARAMETRIC else found
+        return measure
 
     def level(self, value: float, outcome: int = 1) -> Severity:
         """How bad a value beyond the threshold is; `outcome`: position in `severity`."""
