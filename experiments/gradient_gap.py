@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from sharpscope.policy import Policy, Rollouts, load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.guard import guarded
 from sharpscope.tasks import make_task
+from sharpscope.traces import Run, load_run
 from sharpscope.training.rollouts import draw_group
 
 PRODUCTS = 6
@@ -120,17 +123,71 @@ def one_prompt(policy: Policy, scorer: Scorer, rollouts: Rollouts) -> dict[str, 
     }
 
 
+GRADIENT_SQUARES = 8.0
+"""Coefficient of G² in the bound of the gradient gap's step (arXiv 2510.08539)."""
+
+
+def gap_of_run(run: Run) -> pd.DataFrame:
+    """Largest learning rate of the gradient gap's theory beside the measured critical one, for runs with two rewards.
+
+    The theory (arXiv 2510.08539) bounds a step θ + η·w, ‖w‖ = 1, by η ≤ [⟨w, gap⟩]₊/(2(L + 8G²)), gap the difference of
+    E ∇ln π(completion) between correct and wrong completions, G and L bounds of the norms of ∇ ln π(completion) and its Hessian.
+    Along the optimizer's update Δ per learning rate, ⟨Δ, gap⟩ = Δᵀ(−g)/K with g the gradient of the loss and K = Σ |c| over
+    the completions with A > 0, c the mean coefficient of a completion's tokens; hence lr ≤ (Δᵀ(−g)/K)/(2·‖Δ‖²·8·G²) with L = 0
+    and G² the largest Σ_t ‖∇ ln π_t‖² over completions.
+
+    Columns step, success (share of correct completions), lr, critical_lr (measured, 2/λ_c; NaN if not found) and gap_lr, a row for
+    each step with both; empty where rewards have more than two values or something was not recorded.
+    """
+    probes = run.probes[run.probes["probe"] == "critical"]
+    found = probes.pivot_table(index="step", columns="quantity", values="value", aggfunc="first")
+    rewards = run.rollouts["reward"].dropna().unique()
+    if found.empty or "update_slope" not in found or len(rewards) != 2:
+        return pd.DataFrame()
+    updates = run.updates[run.updates["update"] == 0].set_index("step")
+    columns = ["rollout", "update", "advantage", "loss_coef", "score_norm_local"]
+    rows = []
+    for step, probed in zip(map(int, found.index), found.to_dict("records"), strict=True):
+        tokens = run.tokens(steps=step, columns=columns)
+        first = tokens[(tokens["update"] == 0) & (tokens["loss_coef"] != 0)]
+        means = first.groupby("rollout")[["loss_coef", "advantage"]].mean()
+        gain = float(means.loc[means["advantage"] > 0, "loss_coef"].abs().sum())
+        squares = (
+            (first["score_norm_local"].astype(float) ** 2)
+            .groupby(first["rollout"])
+            .agg(lambda x: x.sum(skipna=False))
+        )
+        if step not in updates.index or squares.isna().all() or gain == 0:
+            continue
+        lr, length = (float(updates[name][step]) for name in ("lr", "update_norm"))
+        rise = max(float(probed["update_slope"]), 0.0) / gain
+        bound = rise / (2 * (length / lr) ** 2 * GRADIENT_SQUARES * float(squares.max()))
+        row = {
+            "step": step,
+            "success": float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean()),
+            "lr": lr,
+        }
+        rows.append(
+            row | {"critical_lr": float(probed.get("critical_lr", math.nan)), "gap_lr": bound}
+        )
+    return pd.DataFrame(rows)
+
+
 def main() -> None:
     """Print a row per prompt, and the ratio of both steps."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", required=True, help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--model", help="folder of SmolLM2-135M-Instruct")
+    parser.add_argument("--run", type=Path, help="or: the steps of a recorded run")
     parser.add_argument(
         "--prompts", type=int, default=6, help="prompts with both right and wrong completions"
     )
     parser.add_argument("--completions", type=int, default=16)
     options = parser.parse_args()
+    if options.run is not None:
+        print(gap_of_run(load_run(options.run)).to_string())
+        return
     values = {
         "policy.model": options.model,
         "policy.prompt_format": "plain",

@@ -12,7 +12,7 @@ from sharpscope.analysis.headline import momentum_text, sentences
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import PROBABILITY_EDGES
 from sharpscope.analysis.text import number, percent, told_apart
-from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
+from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, recorded_steps, sample_text
 from sharpscope.errors import UserError, nearest
 from sharpscope.packaged import package_yaml
 from sharpscope.traces import Run
@@ -42,12 +42,6 @@ REMOVAL: dict[str, Removal] = package_yaml("sharpscope.analysis", "removal.json"
 """By policy."""
 FEW = 4
 """Prompts and completions that are listed."""
-
-
-def recorded_effects(run: Run, on: str = "kl") -> list[int]:
-    """Steps at which effects on an outcome were recorded."""
-    tokens = run.tokens(columns=["step", f"effect_{on}"]).dropna()
-    return sorted(int(step) for step in tokens["step"].unique())
 
 
 def effect_tokens(run: Run, step: int, on: str) -> pd.DataFrame:
@@ -89,7 +83,7 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
     """
     if on not in OUTCOMES:
         raise UserError(f"--on {on}: no such outcome{nearest(on, OUTCOMES)}")
-    recorded = recorded_effects(run, on)
+    recorded = recorded_steps(run, f"effect_{on}")
     if not recorded:
         raise UserError(
             f"--by effect --on {on}: never recorded in this run; `sharpscope fork RUN --step N --without top:12 --on {on}` computes it"
@@ -126,7 +120,7 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
 def effect_headline(run: Run, top: int) -> list[Section]:
     """The first table of `effect_sections` on KL at the last step with effects; empty where none were recorded."""
     # a sample of tokens lacks the largest ones
-    if run.reduced is not None or not recorded_effects(run):
+    if run.reduced is not None or not recorded_steps(run, "effect_kl"):
         return []
     return effect_sections(run, None, "kl", top)[:1]
 

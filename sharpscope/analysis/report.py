@@ -47,7 +47,6 @@ from sharpscope.analysis.text import (
 )
 from sharpscope.analysis.token_values import (
     entropy_section,
-    gap_section,
     sampler_section,
     selection_section,
 )
@@ -98,7 +97,7 @@ def run_sections(run: Run) -> list[Section]:
         found += layer_sections(run, spike.step)
     curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
     parts = [head, *found, entropy_section(run), selection_section(run), curves]
-    parts += [*sharpness_sections(study.settings), gap_section(run)]
+    parts += sharpness_sections(study.settings)
     return [*filter(None, parts), *problem_sections(runs)]
 
 

@@ -14,7 +14,13 @@ import pandas as pd
 
 from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number
-from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, sample_text
+from sharpscope.analysis.tokens import (
+    INCLUSION,
+    held_by_largest,
+    inverse_inclusion,
+    recorded_steps,
+    sample_text,
+)
 from sharpscope.rules.judging import SPIKE_LEAST, SPIKE_WINDOW, robust_z
 from sharpscope.traces import Run
 
@@ -85,15 +91,6 @@ def gradient_scores(run: Run) -> pd.DataFrame:
     return scores.astype({"grad_norm": float, "z": float, "typical": float})  # also without a row
 
 
-@per_run
-def share_steps(run: Run) -> list[int]:
-    """Steps at which tokens' shares were recorded."""
-    found: set[int] = set()
-    for frame in run.iter_tokens(columns=["step", "attribution"], required=["attribution"]):
-        found |= set(map(int, frame.dropna()["step"].unique()))
-    return sorted(found)
-
-
 def recorded_by(run: Run, option: str) -> str:
     """Why a quantity is missing, as `: …`; else what records it, as ` (…)`; empty if nothing does.
 
@@ -128,7 +125,7 @@ def notable_steps(run: Run, top: int = 8) -> list[Spike]:
     """The spikes; where none has shares of tokens, also the largest gradient that has."""
     found, scores = explain_spikes(run, top), gradient_scores(run)
     there = (
-        scores[scores["step"].isin(share_steps(run))]
+        scores[scores["step"].isin(recorded_steps(run, "attribution"))]
         if all(one.tokens is None for one in found)
         else scores[:0]
     )
@@ -223,15 +220,10 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
     Shares are of Σ|share|, so that no part exceeds the whole; tokens of a sample of groups count by their inverse chance.
     """
     count, size = inverse_inclusion(tokens), tokens["share"].abs().to_numpy()
-    order = np.argsort(-size, kind="stable")
-    weight, carried = (
-        count[order] / count.sum(),
-        (count * size)[order] / max(float((count * size).sum()), 1e-300),
-    )
-    ends = np.concatenate([[0.0], np.cumsum(weight)])
-    largest = float(np.interp(0.01, ends, np.concatenate([[0.0], np.cumsum(carried)])))
-    certain = tokens["probability"].to_numpy()[order] > SURE
-    return largest, float(weight[certain].sum()), float(carried[certain].sum())
+    sure = (tokens["probability"] > SURE).to_numpy()
+    largest = float(held_by_largest(size, count, 0.01))
+    carried = float((count * size)[sure].sum() / max((count * size).sum(), 1e-300))
+    return largest, float(count[sure].sum() / count.sum()), carried
 
 
 def spike_text(run: Run) -> str:
@@ -254,7 +246,7 @@ def spike_text(run: Run) -> str:
         top = scores.nlargest(1, "z").iloc[0]
         said = f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
         said += f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
-    there = share_steps(run)
+    there = recorded_steps(run, "attribution")
     if not there:
         return f"{said} No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
     nearest = min(there, key=lambda one: (abs(one - step), one))

@@ -15,6 +15,7 @@ from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.study import flat, last_step, per_run
 from sharpscope.analysis.text import method_label, model_label, number, printable
+from sharpscope.analysis.tokens import recorded_steps
 from sharpscope.diagnose import diagnose
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
@@ -194,11 +195,12 @@ def head_of(page: Page) -> Head:
 
 
 def leading_step(run: Run) -> int | None:
-    """The step whose tokens say most of a run: the first that shows its cause, or else the largest update with tokens."""
-    spike, causes = largest_update(run), checked(run).causes
-    if causes:
+    """The step whose tokens say most of a run: the first that shows its cause, the last with effects, or the largest update."""
+    if causes := checked(run).causes:
         return causes[0].step
-    return None if spike is None else spike.step
+    spike = largest_update(run)
+    steps = recorded_steps(run, "effect_kl") or ([] if spike is None else [spike.step])
+    return steps[-1] if steps else None
 
 
 def leading_tokens(run: Run, top: int = 6) -> pd.DataFrame:

@@ -23,7 +23,7 @@ from sharpscope.analysis.spikes import explain_step, notable_steps, recorded_by,
 from sharpscope.analysis.study import last_step, quiet
 from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
-from sharpscope.analysis.tokens import INCLUSION, sample_text
+from sharpscope.analysis.tokens import INCLUSION, recorded_steps, sample_text
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, Runs, load_run, load_runs
 
@@ -170,13 +170,13 @@ def token_sections(
         raise UserError(f"--on {on}: goes with --by effect")
     if by not in TOKEN_COLUMNS:
         raise UserError(f"--by {by}: no such column{nearest(by, ('effect', *TOKEN_COLUMNS))}")
-    recorded = _recorded(run, by)
+    recorded = recorded_steps(run, *needed_columns([by]))
     if not recorded:
         why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
         others = [
             name
             for name in ("loss_coef", "advantage", "entropy")
-            if name != by and _recorded(run, name)
+            if name != by and recorded_steps(run, name)
         ]
         instead = f"; try --by {others[0]}" if others else ""
         raise UserError(f"--by {by}: never recorded in this run{why}{instead}")
@@ -210,13 +210,6 @@ def token_sections(
         table["π" if name == "probability" else name] = chosen[name].to_numpy()
     of = f", among the tokens of {sample}" if sample else ""
     return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table)]
-
-
-def _recorded(run: Run, column: str) -> list[int]:
-    """Steps at which a column of the tokens table, or all that a value needs, was recorded."""
-    columns = needed_columns([column])
-    frame = run.tokens(columns=["step", *columns]).dropna(subset=columns)
-    return sorted(int(step) for step in frame["step"].unique())
 
 
 def spike_sections(run: Run, top: int = 8) -> list[Section]:

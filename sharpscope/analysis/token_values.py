@@ -1,12 +1,10 @@
 """Values of tokens that follow from recorded columns, and sections made of whole token tables.
 
-These are: what kinds of tokens change the entropy, sampler against trainer, what a token selection left out of the loss, and the
-critical step of the gradient gap's theory.
+These are: what kinds of tokens change the entropy, sampler against trainer, and what a token selection left out of the loss.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -189,10 +187,6 @@ def sampler_section(runs: Runs) -> Section | None:
     return Section(title, pd.DataFrame(cells), note, part)
 
 
-GRADIENT_SQUARES = 8.0
-"""Coefficient of G² in the bound of the gradient gap's step (arXiv 2510.08539)."""
-
-
 def left_out(run: Run) -> pd.DataFrame:
     """Tokens with an advantage that have no policy gradient although no clip stopped them, against the others, by step.
 
@@ -251,78 +245,3 @@ def selection_section(run: Run) -> Section | None:
         f"over all steps {percent(found['out'].mean(), 1)}."
     )
     return Section("Tokens left out", pd.DataFrame(rows), note)
-
-
-def gradient_gap(run: Run) -> pd.DataFrame:
-    """Largest learning rate of the gradient gap's theory beside the measured critical one, for runs with two rewards.
-
-    The theory (arXiv 2510.08539) bounds a step θ + η·w, ‖w‖ = 1, by η ≤ [⟨w, gap⟩]₊/(2(L + 8G²)), gap the difference of
-    E ∇ln π(completion) between correct and wrong completions, G and L bounds of the norms of ∇ ln π(completion) and its Hessian.
-    Along the optimizer's update Δ per learning rate, ⟨Δ, gap⟩ = Δᵀ(−g)/K with g the gradient of the loss and K = Σ |c| over
-    the completions with A > 0, c the mean coefficient of a completion's tokens; hence lr ≤ (Δᵀ(−g)/K)/(2·‖Δ‖²·8·G²) with L = 0
-    and G² the largest Σ_t ‖∇ ln π_t‖² over completions.
-
-    Columns step, success (share of correct completions), lr, critical_lr (measured, 2/λ_c; NaN if not found) and gap_lr, a row for
-    each step with both; empty where rewards have more than two values or something was not recorded.
-    """
-    probes = run.probes[run.probes["probe"] == "critical"]
-    found = probes.pivot_table(index="step", columns="quantity", values="value", aggfunc="first")
-    rewards = run.rollouts["reward"].dropna().unique()
-    if found.empty or "update_slope" not in found or len(rewards) != 2:
-        return pd.DataFrame()
-    updates = run.updates[run.updates["update"] == 0].set_index("step")
-    columns = ["rollout", "update", "advantage", "loss_coef", "score_norm_local"]
-    rows = []
-    for step, probed in zip(map(int, found.index), found.to_dict("records"), strict=True):
-        tokens = run.tokens(steps=step, columns=columns)
-        first = tokens[(tokens["update"] == 0) & (tokens["loss_coef"] != 0)]
-        means = first.groupby("rollout")[["loss_coef", "advantage"]].mean()
-        gain = float(means.loc[means["advantage"] > 0, "loss_coef"].abs().sum())
-        squares = (
-            (first["score_norm_local"].astype(float) ** 2)
-            .groupby(first["rollout"])
-            .agg(lambda x: x.sum(skipna=False))
-        )
-        if step not in updates.index or squares.isna().all() or gain == 0:
-            continue
-        lr, length = (float(updates[name][step]) for name in ("lr", "update_norm"))
-        rise = max(float(probed["update_slope"]), 0.0) / gain
-        bound = rise / (2 * (length / lr) ** 2 * GRADIENT_SQUARES * float(squares.max()))
-        row = {
-            "step": step,
-            "success": float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean()),
-            "lr": lr,
-        }
-        rows.append(
-            row | {"critical_lr": float(probed.get("critical_lr", math.nan)), "gap_lr": bound}
-        )
-    return pd.DataFrame(rows)
-
-
-def gap_section(run: Run) -> Section | None:
-    """The two critical learning rates, for `show`; None where they are not known."""
-    found = gradient_gap(run)
-    if found.empty:
-        return None
-    measured, bound = found["critical_lr"], found["gap_lr"]
-    cells = {
-        **{
-            "step": found["step"],
-            "correct": found["success"].map(percent),
-            "learning rate": found["lr"].map(number),
-        },
-        **{
-            "critical, measured": measured.map(number),
-            "critical, gradient gap": "≤ " + bound.map(number),
-        },
-        **{
-            "λ_c": (2 / measured).map(number),
-            "λ of the gap": ("≥ " + (2 / bound).map(number)).where(bound > 0, "–"),
-        },
-    }
-    note = (
-        "Along the optimizer's update; measured: where the batch's loss is back at its value (λ_c = 2/learning rate). Gradient gap "
-        "(arXiv 2510.08539): up to which success is sure to grow, if all prompts are alike, a completion's tokens have orthogonal "
-        "gradients, and ln π has no curvature."
-    )
-    return Section("Critical step: measured, and by the gradient gap", pd.DataFrame(cells), note)

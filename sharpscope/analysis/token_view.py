@@ -288,13 +288,17 @@ def _spread(steps: list[int]) -> list[int]:
 
 
 def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
-    """Step → completion with its largest token: by |share|, or else the pull |c|·(1 − π); the first one where neither is known."""
+    """Step → completion with its largest token: by |effect on KL|, |share|, or the pull |c|·(1 − π), the first that is known.
+
+    Where none is known it is the first completion.
+    """
     first = run.rollouts.groupby("step")["rollout"].min()
-    tokens = run.tokens(
-        steps=steps, columns=["step", "rollout", "attribution", "loss_coef", "logp"]
-    )
-    share = tokens["attribution"].abs().astype(float)
-    pull = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())
-    size = share.where(share.groupby(tokens["step"]).transform("count") > 0, pull).dropna()
+    wanted = ["effect_kl", "attribution", "loss_coef", "logp"]
+    tokens = run.tokens(steps=steps, columns=["step", "rollout", *wanted])
+    size = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())
+    for column in ("attribution", "effect_kl"):
+        known = tokens[column].astype(float).abs()
+        size = known.where(known.groupby(tokens["step"]).transform("count") > 0, size)
+    size = size.dropna()
     largest = tokens.loc[size.groupby(tokens["step"]).idxmax()].set_index("step")["rollout"]
     return {step: int(largest.get(step, first[step])) for step in steps}

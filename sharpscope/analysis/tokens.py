@@ -112,6 +112,28 @@ def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.fl
     return np.asarray(1.0 / np.where(chance > 0, chance, 1.0))
 
 
+def held_by_largest(
+    size: NDArray[Any], count: NDArray[Any], at: float | NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Share of Σ size that the largest members hold, at shares `at` of the members: a Lorenz curve from its upper end.
+
+    Args:
+        size: of each member, (n,) ≥ 0.
+        count: how many members each stands for, (n,).
+        at: shares of the members, in [0, 1].
+    """
+    order = np.argsort(-size, kind="stable")
+    members = np.concatenate([[0.0], np.cumsum(count[order])])
+    held = np.concatenate([[0.0], np.cumsum((count * size)[order])])
+    return np.asarray(np.interp(at, members / members[-1], held / max(held[-1], 1e-300)))
+
+
+def recorded_steps(run: Run, *columns: str) -> list[int]:
+    """Steps at which some token has a value in each of these columns of the tokens table."""
+    parts = run.iter_tokens(columns=["step", *columns], required=columns)
+    return sorted({int(step) for part in parts for step in part["step"].unique()})
+
+
 def row_probability(tokens: pd.DataFrame) -> NDArray[np.float64]:
     """(n,) probability that a token's row was written; 1 where none is recorded: all were."""
     return np.asarray(tokens[ROW].astype(float).fillna(1.0), dtype=np.float64)

@@ -15,7 +15,8 @@ from sharpscope.analysis import plots
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.plots.style import DARK_COLORS, color_of, plain, setting_text
 from sharpscope.analysis.plots.surface_figures import smooth_density
-from sharpscope.analysis.plots.token_figures import GRID, lorenz_curve
+from sharpscope.analysis.plots.token_figures import GRID
+from sharpscope.analysis.tokens import held_by_largest
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter
@@ -46,14 +47,20 @@ def test_the_band_of_the_bound_holds_every_exact_norm(pair):
 def test_the_lorenz_curve_is_the_share_of_the_largest_tokens(pair):
     rng = np.random.default_rng(0)
     size = rng.lognormal(0, 2, 5_000)
-    curve = lorenz_curve(size)
+    curve = held_by_largest(size, np.ones(5_000), GRID)
     slow = [np.sort(size)[::-1][: round(share * 5_000)].sum() / size.sum() for share in GRID]
     np.testing.assert_allclose(curve, slow, atol=0.02)
     exact = np.isclose(GRID, 0.01)
     assert curve[exact] == pytest.approx(np.sort(size)[-50:].sum() / size.sum())
-    np.testing.assert_allclose(lorenz_curve(np.ones(400)), GRID, atol=1e-12)
-    twice = lorenz_curve(np.array([3.0, 1.0]), np.array([1.0, 2.0]))  # as of 3, 1 and 1
-    np.testing.assert_allclose(twice, lorenz_curve(np.array([3.0, 1.0, 1.0])))
+    equal = held_by_largest(np.ones(400), np.ones(400), GRID)
+    np.testing.assert_allclose(equal, GRID, atol=1e-12)
+    counts = rng.integers(1, 5, 400)  # a member that stands for several is as many members
+    repeated = np.repeat(size[:400], counts)
+    np.testing.assert_allclose(
+        held_by_largest(size[:400], counts, GRID),
+        held_by_largest(repeated, np.ones(len(repeated)), GRID),
+        atol=1e-12,
+    )
     frame = plots.lorenz(pair).frame
     ends = frame.groupby(["run", "step"])["gradient"]
     assert len(ends) > 2 and (ends.last() == 1).all() and (ends.first() == 0).all()

@@ -12,13 +12,12 @@ import pandas as pd
 import pytest
 
 import sharpscope
+from experiments.gradient_gap import gap_of_run
 from sharpscope.analysis.curves import study_values, varying
 from sharpscope.analysis.headline import growth_text, layer_growth
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.token_values import (
     entropy_bins,
-    gap_section,
-    gradient_gap,
     left_out,
     mismatch_by_step,
     mismatch_sums,
@@ -26,6 +25,8 @@ from sharpscope.analysis.token_values import (
     selection_section,
     with_values,
 )
+from sharpscope.analysis.token_view import largest_rollouts
+from sharpscope.analysis.tokens import recorded_steps
 from sharpscope.integrations.importers import Options, import_files
 from sharpscope.traces import TraceWriter, load_run
 from tests.traces.synthetic import new_run, rows
@@ -268,7 +269,24 @@ def test_the_critical_step_of_the_gradient_gap_by_its_definition(tmp_path, stand
         values = [4.0, 0.5, float(descent @ gradient)]
         append(writer, "probes", 1, 3, probe=["critical"] * 3, quantity=quantities, value=values)
     run = load_run(folder)
-    (row,) = gradient_gap(run).to_dict("records")
+    (row,) = gap_of_run(run).to_dict("records")
     assert row["gap_lr"] * np.linalg.norm(descent) == pytest.approx(eta, rel=1e-5)
     assert row["success"] == pytest.approx(1 / 3) and row["critical_lr"] == 0.5
-    assert gap_section(run).content["λ_c"].tolist() == ["4"]
+
+
+@pytest.mark.parametrize("known", ["effect_kl", "attribution", None])
+def test_the_completion_that_the_page_shows_has_the_largest_effect_share_or_pull(tmp_path, known):
+    folder, none = new_run(tmp_path / "run"), [math.nan] * 4
+    columns = {"effect_kl": none, "attribution": none} | (
+        {} if known is None else {known: [0.1, -3.0, 0.2, math.nan]}
+    )
+    if known == "effect_kl":  # leads also where shares were recorded
+        columns["attribution"] = [0.9, 0.0, 0.0, 0.1]
+    with TraceWriter(folder) as writer:
+        places = {"rollout": [0, 1, 2, 3], "position": [0] * 4}
+        pulls = {"loss_coef": [0.0, 0.1, 0.1, -4.0], "logp": [-1.0] * 4}
+        append(writer, "tokens", 3, 4, **places, **pulls, **columns)
+        append(writer, "rollouts", 3, 4, rollout=[0, 1, 2, 3])
+    run = load_run(folder)
+    assert largest_rollouts(run, [3]) == {3: 3 if known is None else 1}
+    assert recorded_steps(run, "effect_kl") == ([3] if known == "effect_kl" else [])

@@ -27,6 +27,7 @@ from sharpscope.analysis.tokens import (
     Reduced,
     Reducer,
     deciles,
+    held_by_largest,
     inverse_inclusion,
 )
 from sharpscope.traces import Run
@@ -134,25 +135,6 @@ TOP, HALF = 0.01, 0.5
 already where the norm is 1 − π."""
 
 
-def lorenz(
-    values: NDArray[np.floating], weights: NDArray[np.floating], points: int = 101
-) -> NDArray[np.float64]:
-    """Lorenz curve (points,) of `values` (n,) ≥ 0: share of the total held by the smallest 0, 1/(points − 1), …, 1 of the members.
-
-    A member with weight w counts as w members.
-    """
-    order = np.argsort(values, kind="stable")
-    held, count = (values * weights)[order], weights[order]
-    members = np.concatenate([[0.0], np.cumsum(count) / count.sum()])
-    if (weights == weights[0]).all():  # evenly spaced without rounding
-        members, held = np.linspace(0.0, 1.0, len(values) + 1), values[order]
-    return np.interp(
-        np.linspace(0.0, 1.0, points),
-        members,
-        np.concatenate([[0.0], np.cumsum(held) / held.sum()]),
-    )
-
-
 def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     coef = np.abs(tokens["loss_coef"].astype(np.float64))
     norm = tokens["score_norm_local"].astype(np.float64)
@@ -164,13 +146,9 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
-    curves = {
-        n: lorenz(v, inverse_inclusion(tokens)[used])
-        for n, v in (("top", pull), ("top_null", null))
-    }
-    return {
-        n: float(1 - np.interp(1 - TOP, np.linspace(0, 1, len(c)), c)) for n, c in curves.items()
-    }
+    count = inverse_inclusion(tokens)[used]
+    sizes = {"top": pull, "top_null": null}
+    return {name: float(held_by_largest(size, count, TOP)) for name, size in sizes.items()}
 
 
 CURVES = Reducer(

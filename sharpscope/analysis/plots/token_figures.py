@@ -23,7 +23,7 @@ from sharpscope.analysis.plots.style import (
     plain,
 )
 from sharpscope.analysis.text import method_label, visible
-from sharpscope.analysis.tokens import complement, inverse_inclusion
+from sharpscope.analysis.tokens import complement, held_by_largest, inverse_inclusion
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Runs
 
@@ -152,20 +152,11 @@ def lorenz_frame(runs: Runs) -> pd.DataFrame:
             tokens = tokens.assign(size=sizes.astype(float), inclusion_probability=np.nan)
         for step, rows in tokens.groupby("step"):
             if len(rows) >= 100 and rows["size"].sum() > 0:
-                curve = lorenz_curve(rows["size"].to_numpy(), inverse_inclusion(rows))
+                curve = held_by_largest(rows["size"].to_numpy(), inverse_inclusion(rows), GRID)
                 values = {"tokens": GRID, "gradient": curve}
                 parts.append(pd.DataFrame(values).assign(run=name, step=step, measure=measure))
     columns = ["run", "step", "measure", "tokens", "gradient"]
     return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
-
-
-def lorenz_curve(size: np.ndarray, count: np.ndarray | None = None) -> np.ndarray:
-    """Share of Σ size that the largest tokens hold, at each share of the tokens in GRID; `count`: tokens that a row stands for."""
-    each = np.ones(len(size)) if count is None else count
-    order = np.argsort(-size, kind="stable")
-    tokens = np.concatenate([[0.0], np.cumsum(each[order])])
-    held = np.concatenate([[0.0], np.cumsum((each * size)[order])])
-    return np.asarray(np.interp(GRID, tokens / tokens[-1], held / held[-1]))
 
 
 @plot(lorenz_frame, "run", "step", "tokens", "gradient", "measure")

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.analysis.claims import gradients, judge, sharpness, study_of, tokens
+from sharpscope.analysis.claims import gradients, judge, sharpness, study_of
 from sharpscope.analysis.claims.one_update import clusters, paired
 from sharpscope.analysis.plots import paired_dots
 from sharpscope.analysis.tokens import scan
@@ -84,18 +84,6 @@ def test_dominance_says_where_its_margin_cannot_be_reached():
         runs.append(frame_run(seed=seed, tokens=frame))
     result = verdict(study(*runs), "C3")
     assert result.verdict == "untestable" and "no room for 5 points more" in result.reason
-
-
-def test_lorenz_curve_against_the_oracle_and_with_weights_as_repetition():
-    rng = np.random.default_rng(0)
-    values, weights = rng.exponential(size=400), rng.integers(1, 5, 400).astype(float)
-    curve = tokens.lorenz(values, np.ones(400))
-    # what the top quarter holds
-    assert 1 - curve[75] == pytest.approx(np.sort(values)[-100:].sum() / values.sum())
-    repeated = np.repeat(values, weights.astype(int))
-    np.testing.assert_allclose(
-        tokens.lorenz(values, weights), tokens.lorenz(repeated, np.ones(len(repeated))), atol=1e-12
-    )
 
 
 def test_recorded_influence_is_the_second_version_and_changes_nothing():
