@@ -27,7 +27,7 @@ from sharpscope.forks.start import Start
 from sharpscope.methods import named_method
 from sharpscope.recording.step import RolloutBatch, step_tensors
 from sharpscope.tokens.update_effects import Effects
-from sharpscope.training.token_effects import coefficients
+from sharpscope.training.token_effects import unweighted_coefficients
 
 ARMS = ("grpo-flat", "grpo-flat-shuffled", "grpo-flat-kl", "grpo-flat-kl-shuffled")
 OUTCOMES = {"sharpness": Outcome(kind="sharpness"), "kl": Outcome(kind="kl")}
@@ -71,7 +71,7 @@ class Measured(Start):
         stats = self.statistics(batch.rollouts)
         given = (batch.rollouts, batch.advantage)
         step = step_tensors(*given, stats, stats.logp, self.progress(), grpo)
-        coef = coefficients(grpo, step, self.config.rollout.max_new_tokens)
+        coef = unweighted_coefficients(grpo, step, self.config.rollout.max_new_tokens)
         plain, width = self.effects_of(batch, coef), coef.shape[1]
         for name in OUTCOMES:
             found.plain.setdefault(name, []).append(plain.after[name])

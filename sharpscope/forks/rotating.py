@@ -24,7 +24,7 @@ from sharpscope.methods import (
     reference_method,
     same_at_one_update,
 )
-from sharpscope.methods.loss import policy_loss, token_normalizer
+from sharpscope.methods.loss import coefficients
 from sharpscope.methods.method import CurvatureTokens, DualClip, Kl, Method, PpoClip, Sampling
 from sharpscope.methods.plan import (
     TOKEN_COLUMNS,
@@ -489,24 +489,17 @@ class _Start(Start):
         change = (after.entropy - before.entropy).cpu().double()
         moved = (after.logp - before.logp).cpu().double()
         divergence = torch.expm1(moved) - moved
-        row, total = {}, float(predicted[used].abs().sum())
+        row, total = {}, predicted[used].abs().sum()
         for name, chosen in token_bins(tensors).items():
             inside = chosen.cpu() & used
-            row[f"entropy_predicted_{name}"] = (
-                float(predicted[inside].sum()) / total if total else math.nan
-            )
-            row[f"entropy_measured_{name}"] = (
-                float(change[inside].mean()) if bool(inside.any()) else math.nan
-            )
+            # NaN without tokens
+            row[f"entropy_predicted_{name}"] = float(predicted[inside].sum() / total)
+            row[f"entropy_measured_{name}"] = float(change[inside].mean())
+        curved, norm = used & (curvature > 0), before.logit_grad_norm.cpu().double()
         for name, one, other, places in (
             ("entropy_rank", predicted, change, used & (predicted != 0)),
-            ("kl_rank", curvature, divergence, used & (curvature > 0)),
-            (
-                "kl_rank_norm",
-                before.logit_grad_norm.cpu().double(),
-                divergence,
-                used & (curvature > 0),
-            ),
+            ("kl_rank", curvature, divergence, curved),
+            ("kl_rank_norm", norm, divergence, curved),
         ):
             row[name] = (
                 float(spearmanr(one[places], other[places]).statistic)
@@ -521,25 +514,11 @@ class _Start(Start):
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
         rollouts, learner = batch.rollouts, self.learner(method)
         plan = learner.plan(rollouts, advantage, self.seed_step, self.progress(), method, stats)
-        mask = rollouts.completion_mask
-        logp = stats.logp.detach().clone().requires_grad_()
-        normalizer = token_normalizer(
-            method,
-            mask,
-            self.config.rollout.max_new_tokens,
-            keep=plan.keep,
-            group=rollouts.group,
-            dtype=logp.dtype,
-        )
-        reference = learner.reference
-        other = (
-            None
-            if reference is None
-            else learner.scorer.log_probabilities(rollouts, model=reference)
-        )
-        (coef,) = torch.autograd.grad(
-            policy_loss(method, plan, logp, normalizer, reference_logp=other).loss, logp
-        )
+        model, other = learner.reference, None
+        if model is not None:
+            other = learner.scorer.log_probabilities(rollouts, model=model)
+        limit = self.config.rollout.max_new_tokens
+        coef = coefficients(method, plan, stats.logp, rollouts.group, limit, other)
         tokens = StepTokens.unused(stats)
         tokens.loss_coef, tokens.weight, tokens.advantage = (
             coef.cpu(),

@@ -102,6 +102,24 @@ def policy_loss(
     )
 
 
+def coefficients(
+    method: Method,
+    plan: Plan,
+    logp: Tensor,
+    group: Tensor,
+    max_completion_length: int,
+    reference_logp: Tensor | None = None,
+) -> Tensor:
+    """∂L/∂log π_t (N, T) of one update of all rows, its first pass, where the policy has the log-probabilities `logp` (N, T) [nats]."""
+    logp = logp.detach().clone().requires_grad_()
+    normalizer = token_normalizer(
+        method, plan.mask, max_completion_length, keep=plan.keep, group=group, dtype=logp.dtype
+    )
+    with torch.enable_grad():
+        loss = policy_loss(method, plan, logp, normalizer, reference_logp=reference_logp).loss
+    return torch.autograd.grad(loss, logp)[0]
+
+
 @dataclass
 class MethodState:
     """What a method keeps between updates."""
@@ -169,34 +187,33 @@ def clipped_objective(
     dual also where x > bound and A < 0; of dppo on the tokens that it masks. `ratio` is x, the ratio or weight × ratio; all are
     (n, T).
     """
-    if isinstance(clip, parts.SmoothClip):
-        tau = _choose(advantage > 0, 1.0, 1.05, ratio)
-        return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, torch.zeros_like(
-            ratio, dtype=torch.int32
-        )
-    if isinstance(clip, parts.DppoMask):
-        flags = dppo_masked(clip, ratio.detach(), advantage, logp.detach())
-        objective = ratio.detach().clamp(max=clip.bound) * advantage * logp
-        return torch.where(flags == 0, objective, 0.0), flags
-    if isinstance(clip, parts.DualClip):
-        objective, flags = clipped_objective(
-            parts.PpoClip(low=clip.low, high=clip.high), ratio, advantage, logp
-        )
-        beyond = (ratio.detach() > clip.bound) & (advantage < 0)
-        return torch.where(beyond, clip.bound * advantage, objective), torch.where(beyond, 1, flags)
-    if isinstance(clip, parts.DelightGate):
-        gate = torch.sigmoid(-advantage * logp.detach() / clip.eta)
-        return gate * advantage * logp, torch.zeros_like(ratio, dtype=torch.int32)
-    if isinstance(clip, parts.CispoClip):
-        low, high = ratio.detach() < 1 - clip.low, ratio.detach() > 1 + clip.high
-        objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
-        return objective, torch.where(advantage == 0, 0, high.int() - low.int())
-    if isinstance(clip, parts.PpoClip):
-        bounded = torch.minimum(
-            ratio * advantage, ratio.clamp(1 - clip.low, 1 + clip.high) * advantage
-        )
-        return bounded, gradient_killed(clip, ratio.detach(), advantage)
-    return ratio * advantage, torch.zeros_like(ratio, dtype=torch.int32)
+    nowhere = torch.zeros_like(ratio, dtype=torch.int32)
+    match clip:
+        case parts.SmoothClip():
+            tau = _choose(advantage > 0, 1.0, 1.05, ratio)
+            return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, nowhere
+        case parts.DppoMask():
+            flags = dppo_masked(clip, ratio.detach(), advantage, logp.detach())
+            objective = ratio.detach().clamp(max=clip.bound) * advantage * logp
+            return torch.where(flags == 0, objective, 0.0), flags
+        case parts.DualClip():
+            inner = parts.PpoClip(low=clip.low, high=clip.high)
+            objective, flags = clipped_objective(inner, ratio, advantage, logp)
+            beyond = (ratio.detach() > clip.bound) & (advantage < 0)
+            bounded = torch.where(beyond, clip.bound * advantage, objective)
+            return bounded, torch.where(beyond, 1, flags)
+        case parts.DelightGate():
+            gate = torch.sigmoid(-advantage * logp.detach() / clip.eta)
+            return gate * advantage * logp, nowhere
+        case parts.CispoClip():
+            low, high = ratio.detach() < 1 - clip.low, ratio.detach() > 1 + clip.high
+            objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
+            return objective, torch.where(advantage == 0, 0, high.int() - low.int())
+        case parts.PpoClip():
+            clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
+            bounded = torch.minimum(ratio * advantage, clipped * advantage)
+            return bounded, gradient_killed(clip, ratio.detach(), advantage)
+    return ratio * advantage, nowhere
 
 
 def gmpo_objective(

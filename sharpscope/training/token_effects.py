@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sharpscope.methods import Method
-from sharpscope.methods.loss import policy_loss, token_normalizer
+from sharpscope.methods.loss import coefficients
 from sharpscope.methods.method import Kl
 from sharpscope.methods.plan import StepTensors, prepare
 from sharpscope.methods.token_weights import EffectWeight, UniformWeight
@@ -22,19 +22,14 @@ if TYPE_CHECKING:
     from sharpscope.training.learner import Learner
 
 
-def coefficients(method: Method, step: StepTensors, max_completion_length: int) -> Tensor:
+def unweighted_coefficients(
+    method: Method, step: StepTensors, max_completion_length: int
+) -> Tensor:
     """∂L/∂log π_t (N, T) of one update of all rows at ratio 1, with all weights 1 and without KL term and penalty."""
     changes = {"weight": UniformWeight(), "kl": Kl(), "penalty": None, "tokens": None}
     plain = method.model_copy(update=changes)
     plan = prepare(plain, step)
-    logp = plan.behavior_logp.detach().clone().requires_grad_()
-    normalizer = token_normalizer(
-        plain, plan.mask, max_completion_length, keep=plan.keep, group=step.group, dtype=logp.dtype
-    )
-    with torch.enable_grad():
-        loss = policy_loss(plain, plan, logp, normalizer).loss
-    (coef,) = torch.autograd.grad(loss, logp)
-    return coef
+    return coefficients(plain, plan, plan.behavior_logp, step.group, max_completion_length)
 
 
 def step_effects(
@@ -52,7 +47,7 @@ def step_effects(
     if ComingStep(learner.optimizer, parameters, blank).is_first:
         return torch.zeros_like(step.logp)
     before = rollouts.input_ids.shape[1] - rollouts.completion_ids.shape[1]
-    coef = coefficients(method, step, learner.max_new_tokens)
+    coef = unweighted_coefficients(method, step, learner.max_new_tokens)
     found = effects(
         learner.scorer.model,
         rollouts.input_ids,
