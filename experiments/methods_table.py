@@ -21,6 +21,7 @@ from sharpscope.forks import rotate
 from sharpscope.forks.rotating import BINS
 
 PAGE = Path("docs/explanations/what-methods-do.md")
+PICTURES = Path("docs/data/rotations.csv")
 SEED, WARM_UP = 3, 3
 SUMS = [
     "policy.prompt_format=plain",
@@ -62,7 +63,7 @@ taken back. Rows are sorted by the mean angle of the gradient.
 
 In the first update every ratio is 1. These methods are plain GRPO there (at most 0.05 degrees everywhere): {same}. `aggc` has no history
 of norms yet. `tp-schedule`, `forking-schedule` and `entropy-schedule` are at the beginning of their schedules, where they keep the least.
-SmolLM2's column is of one batch, measured with version 0.3; a dash: not measured.
+SmolLM2's column is of one batch, measured with version 0.3, whose methods it has; a dash: not measured.
 `grpo-sam` and `grpo-gnp` have their default radii, with which SmolLM2's loss is far from its quadratic approximation
 ([0.002](../real-model.md) is its unsaturated radius): choose the radius for the model.
 
@@ -159,6 +160,18 @@ def turning(frames: Frames) -> list[str]:
     ).max(axis=1)
     means = angles.mean(axis=1)[largest >= 0.05]
     return [str(name) for name in means.sort_values(ascending=False, kind="stable").index]
+
+
+def picture_table(frames: Frames, shown: list[str]) -> pd.DataFrame:
+    """Angles with their ranges and the noise of plain GRPO, a row for each of the `shown` methods and policy, for the figures."""
+    names = ["gradient_rotation", "update_rotation"]
+    columns = [f"{name}{end}" for name in names for end in ("", "_low", "_high")]
+    rows = {
+        name: frame.loc[shown, columns].assign(noise=frame.loc["grpo", "noise"]).round(2)
+        for name, frame in frames.items()
+    }
+    found = pd.concat(rows, names=["policy"]).reset_index()
+    return found.dropna(subset="gradient_rotation")[["method", "policy", *columns, "noise"]]
 
 
 def angle_row(method: str, frames: Frames) -> str:
@@ -258,7 +271,9 @@ def main() -> None:
             measure(name, given, options.data / name)
     if options.only is None:
         PAGE.write_text(page(options.data), encoding="utf-8")
-        print(f"Written: {PAGE}")
+        frames, _ = read(options.data)
+        picture_table(frames, turning(frames)).to_csv(PICTURES, index=False)
+        print(f"Written: {PAGE} and {PICTURES}")
 
 
 if __name__ == "__main__":

@@ -106,6 +106,26 @@ def forks() -> None:
             print(f"| `{arm}` | {' | '.join(map(str, cells))} |")
 
 
+def published_kernel() -> None:
+    """`cov-grpo` as published and centered (the arm of the forks) at the KL of plain GRPO's update of step 4, paired by batch."""
+    later = pd.read_parquet(DATA.parent / "published_cov_grpo.parquet")
+    first = pd.read_parquet(DATA.parent / "forks" / "forks.parquet")
+    first = first[first["step"] == 4]
+    print("\n| outcome | batches | published − grpo | centered − grpo | published − centered |")
+    print("|---|---|---|---|---|")
+    for outcome, (factor, name) in OUTCOMES.items():
+        wide = {}
+        for source, rows in (("published", later), ("centered", first)):
+            valid = rows[(rows["comparison"] == "kl") & (rows["outcome"] == outcome)]
+            found = valid[valid["valid"]].pivot(index="batch", columns="arm", values="value")
+            wide[source] = factor * (found["cov-grpo"] - found["grpo"])
+        both = pd.DataFrame(wide).dropna()
+        both["difference"] = both["published"] - both["centered"]
+        cells = [interval(both[column].to_numpy()) for column in both]
+        texts = [f"{mean:+.2f} [{low:+.2f}, {high:+.2f}]" for mean, low, high in cells]
+        print(f"| {name} | {len(both)} | {' | '.join(texts)} |")
+
+
 def sharpness() -> None:
     """Sharpness after single updates at the KL of plain GRPO's: 100·ln of its ratio to that of `grpo`, paired by batch."""
     every = pd.read_parquet(DATA.parent / "sharpness.parquet")
@@ -231,6 +251,7 @@ def main() -> None:
         means(data, ["grpo", "acting", *later.index.unique(0)])
         differences(data, [*((arm, "grpo") for arm in sam), ("acting", "shuffled")])
     forks()
+    published_kernel()
     sharpness()
     contaminated()
 
