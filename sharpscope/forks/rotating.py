@@ -56,11 +56,18 @@ _NUMBERS = [
     "gradient_kept",
     "update_rotation",
     "update_scale",
+    "update_difference",
+    "rotation_bound",
+    "weight_mean",
+    "weight_mean_gradient",
+    "weight_saturation_low_gradient",
+    "weight_saturation_high_gradient",
+    *(f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS),
+    "entropy_rank",
+    "kl_rank",
+    "kl_rank_norm",
+    "noise",
 ]
-_NUMBERS += ["update_difference", "rotation_bound", "weight_mean", "weight_mean_gradient"]
-_NUMBERS += ["weight_saturation_low_gradient", "weight_saturation_high_gradient"]
-_NUMBERS += [f"entropy_{kind}_{name}" for kind in ("predicted", "measured") for name in BINS]
-_NUMBERS += ["entropy_rank", "kl_rank", "kl_rank_norm", "noise"]
 RANGED = ("gradient_rotation", "update_rotation", "noise")
 """Columns whose smallest and largest value over the batches the table has too, as `NAME_low` and `NAME_high`."""
 BATCHES, LARGE_MODEL = 4, 20_000_000
@@ -440,16 +447,10 @@ class _Start(Start):
         }
         if after is not None:
             # CAPO's m_F, once for each choice of advantages
-            key = (
-                "curvature",
-                advantage.cpu().numpy().tobytes(),
-            )
-            curvature = self._once(
-                key, lambda: self._learner.curvature(batch.rollouts, advantage, CurvatureTokens())
-            )
-            row |= self._changes(
-                tensors, tokens, used, stats, after, curvature[..., 1].cpu().double()
-            )
+            key = "curvature", advantage.cpu().numpy().tobytes()
+            given = batch.rollouts, advantage, CurvatureTokens()
+            curvature = self._once(key, lambda: self._learner.curvature(*given)[..., 1])
+            row |= self._changes(tensors, tokens, used, stats, after, curvature.cpu().double())
         return row
 
     def _compared(
@@ -560,31 +561,25 @@ _SPANS = {"logp": -5.0, "behavior_logp": -5.0, "logit": 30.0, "entropy": 3.0}
 def _function_of(weighting: Weighting, column: Mapping[str, Tensor]) -> Tensor | None:
     """Weights (n,) at the values of one column; None where they also depend on anything else of the token or its step.
 
-    They are computed twice, with other random values in the other columns: each token a completion of its own, and half of the
-    tokens as one completion. A weight that differs is no function of the column alone.
+    They are computed twice, of all tokens and of the last half, with other random values in the other columns. A
+    weight that differs is no function of the column alone.
     """
     (values,) = column.values()
     generator = torch.Generator().manual_seed(0)
 
-    def step_of(part: Mapping[str, Tensor], scale: float) -> StepTensors:
-        """A step of these values, everything else at random, between 0 and `scale` times its span."""
-        like = next(iter(part.values()))
-        drawn = torch.rand(len(TOKEN_COLUMNS) + 1, len(like), generator=generator, dtype=like.dtype)
+    def weights_of(count: int, scale: float) -> Tensor:
+        """Weights of the last tokens as one completion, everything else at random, between 0 and `scale` times its span."""
+        drawn = torch.rand(len(TOKEN_COLUMNS) + 1, count, generator=generator, dtype=values.dtype)
         names = zip(TOKEN_COLUMNS, drawn, strict=False)
         columns = {name: scale * _SPANS.get(name, 1.0) * one for name, one in names}
-        columns.update(part)
-        return StepTensors.from_columns(advantage=2 * drawn[-1] - 1, **columns)
+        columns.update({name: one[-count:] for name, one in column.items()})
+        step = StepTensors.from_columns(advantage=2 * drawn[-1] - 1, **columns)
+        row = {name: getattr(step, name).T for name in (*TOKEN_COLUMNS, "mask")}
+        step = replace(step, group=torch.zeros(1), advantage=step.advantage[None], **row)
+        return token_weights(weighting, step, torch.Generator().manual_seed(0))[0]
 
-    half = {name: one[: len(values) // 2] for name, one in column.items()}
-    alone, together = step_of(column, 1.0), step_of(half, 0.02)
-    rows = {name: getattr(together, name).T for name in (*TOKEN_COLUMNS, "mask")}
-    row = replace(together, group=torch.zeros(1), advantage=together.advantage[None], **rows)
     try:
-        first, second = (
-            token_weights(weighting, step, torch.Generator().manual_seed(0))
-            for step in (alone, row)
-        )
+        first, second = weights_of(len(values), 1.0), weights_of(len(values) // 2, 0.02)
     except (UserError, ValueError):
         return None
-    same = torch.allclose(first[: second.shape[1], 0], second[0])
-    return first[:, 0] if same else None
+    return first if torch.allclose(first[-len(second) :], second) else None
