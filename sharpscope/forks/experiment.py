@@ -30,6 +30,7 @@ from sharpscope.policy import Policy, Rollouts, TokenStats
 from sharpscope.policy.directions import inner, rotation
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.generation import draw_scored
+from sharpscope.progress import Remaining
 from sharpscope.recording import run_folder
 from sharpscope.recording.probe_sets import Drawer
 from sharpscope.recording.run_folder import set_threads
@@ -182,14 +183,16 @@ def _write_state(
     forks = dict(read_run_info(folder)["forks"])
     arms = {arm: method.model_dump(mode="json") for arm, method in start.methods.items()}
     noted = {"arms": forks[name].get("arms", {}) | {str(start.step): arms}}
-    for batch in missing:
+    remaining = Remaining(len(missing))
+    for done, batch in enumerate(missing, 1):
         # One append, so that an interruption never leaves a part of a batch.
         rows = list(measure.batch_rows(name, batch))
         noted |= {} if measure.rho is None else {"rho": measure.rho}
         update_run_info(folder, forks=forks | {name: forks[name] | noted})
         writer.append("forks", {column: [row[column] for row in rows] for column in rows[0]})
         writer.flush()
-        tell(f"step {start.step}: batch {batch + 1} of {measure.spec.batches}, {len(arms)} arms")
+        made = f"batch {batch + 1} of {measure.spec.batches}, {len(arms)} arms"
+        tell(f"step {start.step}: {made}{remaining.after(done)}")
     start.restore()
 
 

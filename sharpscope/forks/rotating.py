@@ -35,6 +35,7 @@ from sharpscope.methods.plan import (
 )
 from sharpscope.methods.token_weights import Weighting
 from sharpscope.policy import TokenStats
+from sharpscope.progress import Remaining
 from sharpscope.recording.rows import weight_columns
 from sharpscope.recording.run_folder import set_threads
 from sharpscope.recording.step import RolloutBatch, StepTokens, UpdateRotation, step_tensors
@@ -206,11 +207,12 @@ def rotate(
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
     by_name = methods is not None
+    remaining = Remaining(batches)
     rows = _measured(start, first, chosen, by_name, tell)
     frames = [_frame(rows, chosen, 1)]
     described = _described(start, first, run, batches)
     for number in range(2, batches + 1):
-        tell(f"batch {number}/{batches}: drawing completions")
+        tell(f"batch {number}/{batches}: drawing completions{remaining.after(number - 1)}")
         batch = start.draw(number - 1)
         if batch.zero_variance_share < 1:
             of_batch = _measured(start, batch, chosen, by_name, tell)

@@ -22,6 +22,7 @@ from sharpscope.methods import Method, is_reference, method_label
 from sharpscope.methods.token_weights import UniformWeight
 from sharpscope.policy import Policy, check_lengths, render_prompts
 from sharpscope.policy.sharding import shard
+from sharpscope.progress import Remaining
 from sharpscope.recording import run_folder
 from sharpscope.recording.health import Quantities, StepHealth, not_finite, temperature_gap
 from sharpscope.recording.measurements import ClippedUpdate
@@ -80,6 +81,7 @@ class Display:
     def start(self, title: str, steps: int, done: int) -> None:
         """The run starts, or continues after `done` steps."""
         self._steps, self._printed = steps, time.monotonic()
+        self._remaining = Remaining(steps, done)
         self._task = self._progress.add_task(escape(title), total=steps, completed=done, status="")
         self._progress.start()
 
@@ -95,7 +97,8 @@ class Display:
             shown = [
                 form.format(row[name]) for name, form in _SHOWN.items() if row.get(name) is not None
             ]
-            self._print(f"step {step} of {self._steps}: {'  '.join(shown)}")
+            left = self._remaining.after(step)
+            self._print(f"step {step} of {self._steps}: {'  '.join(shown)}{left}")
 
     def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """An evaluation is done."""
