@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from typing import TypedDict
 
@@ -12,7 +13,14 @@ from sharpscope.analysis.headline import momentum_text, sentences
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import PROBABILITY_EDGES
 from sharpscope.analysis.text import number, percent, told_apart
-from sharpscope.analysis.tokens import INCLUSION, inverse_inclusion, recorded_steps, sample_text
+from sharpscope.analysis.tokens import (
+    INCLUSION,
+    inverse_inclusion,
+    recorded_steps,
+    sample_text,
+    sampled_by,
+    sampling_error,
+)
 from sharpscope.errors import UserError, nearest
 from sharpscope.packaged import package_yaml
 from sharpscope.traces import Run
@@ -110,7 +118,8 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
     title = f"{run.name}, step {step}: effects of tokens on {OUTCOMES[on]}"
     parts = [Section(title, table, f"{note} {momentum_text(run, step)}".strip())]
     tokens["sum"] = tokens["effect"] * inverse_inclusion(tokens)
-    of = sample_text(tokens)
+    tokens["unit"] = tokens[sampled_by(run)]
+    of = sample_text(run, tokens)
     sampled = f" Estimated from {of}." if of else ""
     for heading, sums in _sums(run, tokens).items():
         parts.append(Section(f"Effects by {heading}", sums, sampled.strip()))
@@ -128,16 +137,26 @@ def effect_headline(run: Run, top: int) -> list[Section]:
 def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
     """Tables of sums by heading, those with the largest |sum| first where there are many."""
     total = float(tokens["sum"].abs().sum()) or 1.0
+    chance = 1 / inverse_inclusion(tokens)
+    sampled = bool((chance < 1).any())
+
+    def error(inside: pd.Series) -> str:
+        """Standard error of the sum of effects of some tokens."""
+        values = np.where(inside, tokens["effect"], 0.0)
+        found = sampling_error(values, tokens["unit"], chance)
+        return f"{found:.2g}" if math.isfinite(found) else "–"
 
     def table(by: pd.Series, name: str, most: int | None = None) -> pd.DataFrame:
         groups = tokens.groupby(by, observed=True)["sum"]
         found = pd.DataFrame({"sum": groups.sum(), "tokens": groups.size()})
         if most is not None:
             found = found.loc[found["sum"].abs().sort_values(ascending=False).index[:most]]
+        errors = {"± SE": [error(by == label) for label in found.index]} if sampled else {}
         return pd.DataFrame(
             {
                 name: [str(label) for label in found.index],
                 "sum of effects": [f"{value:+.3g}" for value in found["sum"]],
+                **errors,
                 "of Σ|effect|": [percent(value / total, 1, sign=True) for value in found["sum"]],
                 "tokens": found["tokens"].to_numpy(),
             }

@@ -225,6 +225,9 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
         for row in numbers
     ]
     ranges = pd.DataFrame(cells, columns=["π", "share of ‖∇L‖²", "share of the tokens"])
+    if "error" in spike.probabilities:
+        errors = [percent(one, 1) for one in spike.probabilities["error"]]
+        ranges.insert(2, "± SE", errors)
     scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
     return [*result, Section("Ranges of probability", ranges, scaled, records=numbers)]  # type: ignore[arg-type]
 

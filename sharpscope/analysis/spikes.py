@@ -20,6 +20,8 @@ from sharpscope.analysis.tokens import (
     inverse_inclusion,
     recorded_steps,
     sample_text,
+    sampled_by,
+    sampling_error,
 )
 from sharpscope.rules.judging import SPIKE_LEAST, SPIKE_WINDOW, robust_z
 from sharpscope.traces import Run
@@ -155,11 +157,19 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     ]
     prompts = prompt_shares(run, step, tokens)
     prompts = prompts.loc[prompts["share"].abs().nlargest(top).index]
-    sample, missing = sample_text(tokens), ""
+    sample, missing = sample_text(run, tokens), ""
     if (tokens["share"] == 0).all():
         which = f"the measured groups ({sample})" if sample else "its groups"
         missing = f"every token's share is 0: none of {which} has a gradient"
-    return Spike(*head, biggest, prompts, range_shares(tokens), sample, missing, named)
+    return Spike(
+        *head,
+        biggest,
+        prompts,
+        range_shares(tokens, drawn_units(run, step, tokens)),
+        sample,
+        missing,
+        named,
+    )
 
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
@@ -196,10 +206,19 @@ def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(joined.groupby(["group", "prompt"])["share"].sum()).reset_index()
 
 
-def range_shares(tokens: pd.DataFrame) -> pd.DataFrame:
+def drawn_units(run: Run, step: int, tokens: pd.DataFrame) -> pd.Series:
+    """(tokens,) what a sample of tokens was drawn by: their completion, or their group."""
+    if sampled_by(run) == "rollout":
+        return tokens["rollout"]
+    rollouts = run.rollouts[run.rollouts["step"] == step].set_index("rollout")
+    return tokens["rollout"].map(rollouts["group"])
+
+
+def range_shares(tokens: pd.DataFrame, units: pd.Series | None = None) -> pd.DataFrame:
     """low, high, share, tokens (share of the tokens) by range of π; NaN where a sample holds too little of the gradient to tell.
 
-    Of a sample of groups these are estimates (Horvitz and Thompson), scaled to sum to 1.
+    Of a sample these are estimates (Horvitz and Thompson), scaled to sum to 1, and `error` is the standard error of the share (of a
+    ratio, by linearization) where the drawn `units` are given.
     """
     count = inverse_inclusion(tokens)
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
@@ -209,9 +228,20 @@ def range_shares(tokens: pd.DataFrame) -> pd.DataFrame:
     )
     total = float(result["share"].sum())
     result["share"] = result["share"] / total if total >= ENOUGH else math.nan
-    return result.assign(low=PROBABILITY_EDGES[:-1], high=PROBABILITY_EDGES[1:])[
-        ["low", "high", "share", "tokens"]
+    result = result.assign(low=PROBABILITY_EDGES[:-1], high=PROBABILITY_EDGES[1:])
+    shown = ["low", "high", "share", "tokens"]
+    if units is None or not bool((count > 1).any()):
+        return result[shown]
+    shares = tokens["share"].to_numpy()
+    errors = [
+        sampling_error((inside - part) * shares / total, units, 1 / count)
+        for inside, part in zip(
+            [(ranges == each).to_numpy() for each in ranges.cat.categories],
+            result["share"],
+            strict=True,
+        )
     ]
+    return result.assign(error=errors)[[*shown, "error"]]
 
 
 def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:

@@ -202,7 +202,7 @@ def token_sections(
     chosen = tokens.loc[size.dropna().nlargest(top).index]
     measured = tokens[tokens[by].notna()]
     # else a column of all tokens
-    sample = sample_text(measured) if measured[INCLUSION].notna().all() else ""
+    sample = sample_text(run, measured) if measured[INCLUSION].notna().all() else ""
     names = dict.fromkeys((*columns, "probability", "advantage", "weight", SHARE))
     places = chosen["rollout"].astype(str).to_numpy()
     table = pd.DataFrame({"completion": places, "token": sentences(run, step, chosen)})

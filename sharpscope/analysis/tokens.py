@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,14 +94,33 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
             yield int(str(step)), {column: rows[column].to_numpy() for column in columns}
 
 
-def sample_text(tokens: pd.DataFrame) -> str:
-    """Which groups the measured `tokens` are of, where not all were: `a random 25 % of each update's groups`; else empty."""
+def sampled_by(run: Run) -> str:
+    """The column of what a run draws where it measures a sample of tokens: `rollout` in a recorded training, else `group`."""
+    return "rollout" if run.info.get("sampled") == "rows" else "group"
+
+
+def sampling_error(
+    values: NDArray[np.float64], units: pd.Series, chance: NDArray[np.float64]
+) -> float:
+    """Standard error of Σ value/chance over the tokens (n,) of units that are a simple random sample, each drawn with one chance.
+
+    √(m·(1 − f)·s²)/f of m units, a share f of all, whose sums have the variance s² (Cochran, Sampling Techniques, theorem 2.2);
+    NaN of a single unit.
+    """
+    of_units = pd.Series(values).groupby(units.to_numpy()).sum()
+    share = float(np.mean(chance))
+    return math.sqrt(len(of_units) * max(1 - share, 0.0) * of_units.var(ddof=1)) / share
+
+
+def sample_text(run: Run, tokens: pd.DataFrame) -> str:
+    """Which completions the measured `tokens` are of, where not all were: `a random 25 % of each update's groups`; else empty."""
     shares = tokens[INCLUSION].dropna().astype(float)
     shares = shares[shares < 1]
     if shares.empty:
         return ""
     least, most = (f"{100 * share:.3g}" for share in (shares.min(), shares.max()))
-    return f"a random {least if least == most else f'{least} to {most}'} % of each update's groups"
+    which = "completions" if sampled_by(run) == "rollout" else "groups"
+    return f"a random {least if least == most else f'{least} to {most}'} % of each update's {which}"
 
 
 def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.float64]:

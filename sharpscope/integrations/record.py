@@ -50,6 +50,7 @@ def record(
     correct: float | Callable[[float], bool] | None = None,
     recording: Mapping[str, Any] | None = None,
     critical_sharpness: bool | int = True,
+    every: int = 0,
     steps: int = 0,
     updates_per_step: int = 1,
     temperature: float = 1.0,
@@ -57,8 +58,8 @@ def record(
 ) -> Any:
     """Record a trainer, or the updates of a model in a training loop of your own.
 
-    A trainer (TRL's GRPOTrainer, SFTTrainer, DPOTrainer or a transformers Trainer): call it once, before
-    `trainer.train()`. A loop: give the model and its optimizer, call `tokens` before `backward` and `step` before
+    A trainer of TRL or transformers whose loss is a function of tokens' log-probabilities (GRPO, RLOO, SFT, DPO, KTO, your own):
+    call it once, before `trainer.train()`. A loop: give the model and its optimizer, call `tokens` before `backward` and `step` before
     `optimizer.step()` on what this function returns. The training is bitwise the same, and an error of the recorder ends
     the recording, not the training. `sharpscope show`, `tokens` and `analyze` read the folder, also while it trains.
 
@@ -76,8 +77,10 @@ def record(
             reward.
         recording: fields of the run configuration's part `recording`, such as {"token_gradients_every": 5}.
         critical_sharpness: whether to measure the critical sharpness of updates; or the interval [steps]. A loop gives `step` its
-            loss as a function. By default it, norms and shares are measured at up to ten steps of the training, and at fewer where
-            they would cost more than 12 % of its passes (docs/trainers/index.md).
+            loss as a function.
+        every: measure norms, shares, effects and critical sharpness of all tokens at every so many steps. By default tokens are
+            measured at five steps or more, spread over the training, and at spikes, and the more of them and of each the more
+            steps there are, for at most 12 % of the training's passes (docs/trainers/index.md).
         steps: number of steps of the loop, if known: the last one is measured like the first. With a trainer: end the training
             after so many steps and print which identities hold (docs/causes.md).
         updates_per_step: optimizer updates of the loop that use one batch of completions.
@@ -93,9 +96,9 @@ def record(
     """
     judge = correct if correct is None or callable(correct) else partial(lt, float(correct))
     options: dict[str, Any] = {
-        "recording": recording,
+        "recording": {"token_gradients_every": every, **(recording or {})} if every else recording,
         "correct": judge,
-        "critical": critical_sharpness,
+        "critical": every if every and critical_sharpness is True else critical_sharpness,
         "on_finding": on_finding,
     }
     if rotation is not None:
@@ -134,7 +137,8 @@ def _record_trainer(
     """The recorder of a trainer, after its checks."""
     from transformers import Trainer
 
-    from sharpscope.integrations.trainers import SupervisedRecorder, check_supervised
+    from sharpscope.integrations.hooked import HookRecorder
+    from sharpscope.integrations.trainers import SupervisedRecorder, known_loss
 
     kinds, name = type(trainer).__mro__, type(trainer).__name__
     if not isinstance(trainer, Trainer):
@@ -151,8 +155,9 @@ def _record_trainer(
         if grpo:
             check_grpo(trainer)
             return GrpoRecorder(trainer, out, task=task or "trl", **options)
-    kind = check_supervised(trainer)
-    return SupervisedRecorder(trainer, out, kind, task=task or kind, **options)
+    if kind := known_loss(trainer):
+        return SupervisedRecorder(trainer, out, kind, task=task or kind, **options)
+    return HookRecorder(trainer, out, task=task or "hooked", **options)
 
 
 class LoopRecorder(Recorder):

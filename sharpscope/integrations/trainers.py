@@ -44,8 +44,8 @@ IGNORED = -100
 LABELS_DIFFER = "labels differ from the input's own tokens"
 _LAUNCHES = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 _EXCHANGES = ("gather", "gather_for_metrics", "reduce")
-#: Classes of TRL whose loss is a function of log-probabilities that the recorder knows.
-_OF_TRL = ("SFTTrainer", "DPOTrainer", "_BaseTrainer", "BaseTrainer")
+#: Modules whose losses `SupervisedRecorder` knows.
+_KNOWN_LOSSES = ("transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer")
 _KNOWN_INPUTS = {
     "input_ids",
     "attention_mask",
@@ -319,33 +319,27 @@ def check_setup(trainer: Any) -> None:
     )
 
 
-def check_supervised(trainer: Any) -> str:
-    """Check that a trainer of given completions can be recorded; return `sft` or `dpo`."""
-    of_trl = [kind.__name__ for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.")]
-    refuse(
-        *(
-            (kind not in _OF_TRL, f"TRL's {kind} is not recorded; its loss is not known")
-            for kind in of_trl
-        )
-    )
+def known_loss(trainer: Any) -> str:
+    """`sft` or `dpo` where the trainer's loss is one that `SupervisedRecorder` knows, else empty.
+
+    Raises:
+        UserError: it cannot be recorded.
+    """
     check_setup(trainer)
-    args, smoothing = trainer.args, float(getattr(trainer.args, "label_smoothing_factor", 0.0))
-    several = "True puts several sequences into one row; set it to False"
+    args, kinds = trainer.args, [kind.__name__ for kind in type(trainer).__mro__]
+    smoothing = float(getattr(args, "label_smoothing_factor", 0.0))
     refuse(
         (
             smoothing > 0,
             f"label_smoothing_factor = {smoothing:g} adds a term that no token has; set it to 0",
         ),
-        (
-            trainer.compute_loss_func is not None,
-            "compute_loss_func replaces the model's loss; leave it out",
-        ),
-        *(
-            (getattr(args, name, False), f"{name} = {several}")
-            for name in ("packing", "padding_free")
-        ),
     )
-    return "dpo" if "DPOTrainer" in of_trl else "sft"
+    losses = [getattr(type(trainer), name, None) for name in ("compute_loss", "_compute_loss")]
+    own = any(loss and loss.__module__ not in _KNOWN_LOSSES for loss in losses)
+    several = any(getattr(args, name, False) for name in ("packing", "padding_free"))
+    if own or several or trainer.compute_loss_func is not None:
+        return ""
+    return "dpo" if "DPOTrainer" in kinds else "sft"
 
 
 class SupervisedRecorder(TrainerRecorder):

@@ -67,6 +67,7 @@ from sharpscope.recording.norms import (
 )
 from sharpscope.recording.observers import Observers, StepObserver
 from sharpscope.recording.recorded_model import (
+    check_language_model,
     dropout_of,
     first_forward,
     original_forward,
@@ -75,7 +76,7 @@ from sharpscope.recording.recorded_model import (
 from sharpscope.recording.recorded_run import RecordedRun
 from sharpscope.recording.rows import steps_row, written_groups
 from sharpscope.recording.run_folder import note, peak_memory_bytes, run_info
-from sharpscope.recording.schedule import StepCost, measurement_plan
+from sharpscope.recording.schedule import RowSample, StepCost, measurement_plan
 from sharpscope.recording.step import (
     PendingUpdate,
     RolloutBatch,
@@ -136,6 +137,7 @@ class Recorder(Guard):
             raise UserError(
                 "record: there is no tokenizer; pass it (to a trainer as processing_class=tokenizer)"
             )
+        check_language_model(model)
         self.model, self.task, self.correct = model, task, correct
         self.max_grad_norm, self.rotate, self.temperature = max_grad_norm, rotate, temperature
         self._lr, self._seed, self._every = lr, seed, critical
@@ -240,7 +242,6 @@ class Recorder(Guard):
         self.gap = math.inf
         self._reported: set[str] = set()
         self._quantities = Quantities()
-        say(f"recording to {self.run_dir} (see it with: sharpscope show {self.run_dir})")
         self.writer = StepWriter(
             self.run.tables, self.config.recording, self.policy.head, self.temperature, ids=True
         )
@@ -356,28 +357,30 @@ class Recorder(Guard):
             rotation=self.rotate is not None,
             exact=self.config.recording.exact_tokens,
         )
-        every = "recording={'token_gradients_every': 1}, critical_sharpness=1"
-        why = f"{plan.reason}; to measure every step: {every}"
+        said, drawn = f"recording to {self.run_dir}", "groups"
         if "token_gradients_every" not in options:
-            schedule.norms.places = schedule.shares.places = plan.norms
+            schedule.sample = RowSample(share=plan.sample, whole=plan.whole)
+            schedule.shares.places, schedule.norms.places = plan.shares, plan.whole
             schedule.effects.places = plan.effects
+            schedule.norms.at_spikes = "norms" in plan.spikes_with
+            schedule.effects.at_spikes = "effects" in plan.spikes_with
             schedule.spikes.most = plan.spikes
+            said, drawn = f"{said}: {plan.sentence}", "rows"
         if "rotation_every" not in options:
-            schedule.rotation.places = plan.norms
+            schedule.rotation.places = plan.shares
         if self._every is True:
             schedule.critical.places = plan.critical
-        missing, left_out = {}, []
+        say(f"{said} (see it with: sharpscope show {self.run_dir})")
+        missing = {}
         for setting, what, times in (
-            ("recording.token_gradients_every", "norms and shares", schedule.norms),
+            ("norms", "exact norms", schedule.norms),
             ("effects", "effects", schedule.effects),
             ("probes.preset", "critical sharpness", schedule.critical),
         ):
             if times.places is not None and not times.places:
-                missing[setting] = why
-                left_out.append(what)
-        note(self.run_dir, places=sorted(schedule.norms.places or ()), not_measured=missing)
-        if missing:
-            say(f"not measured: {', '.join(left_out)}, since {why}")
+                missing[setting] = f"{what}: {steps} steps do not pay for it; record(…, every=1)"
+        places = sorted(schedule.shares.places or ())
+        note(self.run_dir, places=places, sampled=drawn, not_measured=missing)
 
     def stop(self, status: str, reason: str, problem: Exception | None = None) -> None:
         """End the recording, because of a `problem` of the recorder, or with the updates made so far of a step in progress."""

@@ -136,7 +136,11 @@ class MeasuredUpdate:
         self.run, self.config = values.run, values.run.config
         self.sharded = self.run.sharded
         share = self.config.recording.group_share
+        least = math.ceil(2 / self.config.update.mini_batches)  # two groups a step
         group = values.rollouts.group[update.rows.to(values.rollouts.group.device)]
+        if (of_rows := self.run.schedule.sample) is not None:
+            sampled = sampled and values.step not in of_rows.whole
+            share, least, group = of_rows.share, 1, torch.arange(len(group))
         self.rows, self.probability = torch.arange(len(group)), 1.0
         # rows of groups without a gradient that are not measured but written
         self.inactive, self.inactive_probability = torch.arange(0), 1.0
@@ -144,7 +148,6 @@ class MeasuredUpdate:
         if not sampled or share < 1 or not bool(written.all()):
             group = group.cpu()
             moved = (update.loss_coef != 0).any(dim=1).cpu()
-            least = math.ceil(2 / self.config.update.mini_batches)  # two groups a step
             self.rows, self.probability = sample_groups(
                 group, moved, share if sampled else 1.0, self.generator("groups"), written, least
             )
@@ -225,9 +228,7 @@ class Measurement(ABC):
 
     def due(self, step: int, spike: bool) -> bool:
         """Whether it is measured in `step`."""
-        # what a plan leaves out altogether is not measured at spikes either
-        planned = self.times.places is None or bool(self.times.places)
-        return (spike and self.at_spikes and planned) or self.times.due(step)
+        return (spike and self.at_spikes and self.times.at_spikes) or self.times.due(step)
 
     @abstractmethod
     def run(self, update: MeasuredUpdate) -> None:

@@ -10,8 +10,23 @@ import torch
 from torch import nn
 
 from sharpscope import distributed
+from sharpscope.errors import UserError
 from sharpscope.policy.guard import guarded
 from sharpscope.policy.sharding import is_sharded, reshard, unsharded
+
+
+def check_language_model(model: Any) -> None:
+    """Raise UserError where a model has no log-probabilities of next tokens: classifiers, reward models, encoder-decoders."""
+    find = getattr(model, "get_output_embeddings", None)
+    value_head = hasattr(model, "v_head")
+    if value_head or find is None or find() is None:
+        text = "has a value head: give the language model in it" if value_head else "is none"
+        text = f"only causal language models are recorded, and {type(model).__name__} {text}"
+        raise UserError(f"record: {text}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UserError(
+            f"record: only causal language models are recorded, and {type(model).__name__} is an encoder with a decoder"
+        )
 
 
 @contextmanager

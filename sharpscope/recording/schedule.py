@@ -19,13 +19,21 @@ if TYPE_CHECKING:
 
 MOST_SPIKES = 8
 """Steps of a run at which a spike is measured."""
-MOST_PLACES, MOST_SHARE = 10, 0.12
-"""Steps of a training at which norms, shares and critical sharpness are measured by default, spikes included; and the
-largest share of the training's passes that this costs."""
+FEWEST_PLACES, MOST_PLACES, PLANNED_SPIKES = 5, 7, 3
+"""Steps of a training at which tokens' shares are measured by default: at least, if it has ten or more, and at most; and
+spikes besides."""
+MOST_SHARE = 0.12
+"""Largest share of the training's passes that measuring costs by default."""
 TRAINING, GENERATION = 3, 1
-NORMS, EFFECTS, EXACT, CRITICAL, ROTATION = 8, 9, 8, 12, 3
-"""Passes of local norms and shares; of effects on KL and entropy; of the exact norms of one large and one random token, divided
-by the completions of an update; of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
+SHARES, NORMS, EXACT = 3, 2.5, 4
+"""Passes of shares and of local norms over all completions; of the exact norms of one large and one random token, divided by the
+completions of an update."""
+OUTCOMES, EFFECTS = 8.5, 6.5
+"""Passes of effects on KL and entropy: of the outcomes' gradients over all completions, and of the effects of all tokens."""
+CRITICAL, ROTATION = 12, 3
+"""Passes of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
+OVERHEAD, CHECK, EFFECTS_CHECK = 0.15, 0.8, 8
+"""Passes that shares cost however few completions are measured; of the first comparison with autograd, and of that of effects."""
 
 
 @dataclass(kw_only=True)
@@ -36,6 +44,7 @@ class Timetable:
     every: int = 0  # interval [steps]; 0: only at the steps of `also`
     also: tuple[int, ...] = ()
     places: frozenset[int] | None = None  # the steps, in place of the interval
+    at_spikes: bool = True
     seconds: float = 0.0
 
     def due(self, step: int) -> bool:
@@ -50,6 +59,14 @@ class Timetable:
         started = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - started
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSample:
+    """At measured steps other than `whole`, a random `share` of an update's rows is measured, at least one."""
+
+    share: float
+    whole: frozenset[int]
 
 
 @dataclass(kw_only=True)
@@ -85,6 +102,7 @@ class MeasurementSchedule:
         self.entropy = Timetable(name="entropy", every=spec.probe_entropy_every)
         self.tables = Timetable(name="tables")
         self.spikes = SpikeBudget(most=MOST_SPIKES)
+        self.sample: RowSample | None = None  # of a recorded trainer; else groups are drawn
         self.training = 0.0  # time of generation and training so far [s]
 
     @property
@@ -142,49 +160,148 @@ class StepCost:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasurementPlan:
-    """The default places of a training."""
+    """What of a training is measured by default, and where."""
 
-    norms: frozenset[int]  # steps of norms and shares
-    effects: frozenset[int]  # those of them with effects, at spikes too; empty: at none
-    critical: frozenset[int]  # steps of the critical sharpness
+    shares: frozenset[int]  # steps of tokens' shares
+    whole: frozenset[int]  # those of them with all completions, and with norms
+    effects: frozenset[int]
+    critical: frozenset[int]
     spikes: int  # how many spikes may be measured besides
-    reason: str  # why a set is empty
+    spikes_with: frozenset[str]  # of norms and effects, what is measured at spikes too
+    sample: (
+        float  # share of an update's completions that is measured at the steps that are not whole
+    )
+    price: float  # share of the training's passes; NaN where its length is not known
+
+    @property
+    def sentence(self) -> str:
+        """Where tokens are measured, and what it costs."""
+        first = sorted(self.shares)
+        rest = [", …"] if len(first) > MOST_PLACES else []
+        steps = "".join([", ".join(map(str, first[:MOST_PLACES])), *rest])
+        spikes = " and at spikes" if self.spikes else ""
+        price = "at most 12" if math.isnan(self.price) else f"about {100 * self.price:.0f}"
+        return f"tokens at steps {steps}{spikes}; {price} % of the training's time"
+
+
+@dataclass
+class _Budget:
+    """Passes that are left."""
+
+    left: float
+
+    def pays(self, price: float) -> bool:
+        """Whether a price can be paid, which it is then."""
+        if price > self.left:
+            return False
+        self.left -= price
+        return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prices:
+    """Prices in passes over the completions of a step."""
+
+    training: int
+    sampled: float  # shares of one completion of each update
+    norms: float
+    critical: float
+
+    @property
+    def rich(self) -> float:
+        """Shares, norms and effects of all tokens, and critical sharpness."""
+        return OVERHEAD + SHARES + self.norms + OUTCOMES + EFFECTS + self.critical
 
 
 def measurement_plan(
     steps: int, cost: StepCost, *, critical: bool, rotation: bool = False, exact: int = 1
 ) -> MeasurementPlan:
-    """The first and the last step and others between, as many as the price allows.
+    """Plan the measurements of a training of `steps` steps (0: not known); `exact` is recording.exact_tokens.
 
-    With `steps` 0, the number is not known: the first step is measured although a short training does not pay for it, then
-    places are ever further apart. The critical sharpness is left out where it
-    does not fit and the others do, and then the effects. `exact` is recording.exact_tokens.
+    Shares of at least one completion are measured at `FEWEST_PLACES` steps (of fewer than ten steps: at every other one), whatever
+    they cost. What is left of the budget pays, in this order and several times: a spike, effects, norms and shares of all
+    completions, the critical sharpness, another place; and then more completions.
     """
-    # all in passes a step
-    training = (TRAINING + cost.reference) * cost.epochs + GENERATION * cost.generated
-    budget = MOST_SHARE * training
-    price = NORMS + EXACT * exact / max(cost.rows, 1) + ROTATION * rotation
-    with_effects = price + EFFECTS
-    whole = with_effects + critical * CRITICAL * (1 + cost.reference) / cost.parts
-    enough = math.ceil(whole / budget)
-    effects = not steps or steps >= math.ceil(with_effects / budget)
-    critical = critical and (not steps or steps >= enough)
-    if effects:
-        price = whole if critical else with_effects
-    most = min(MOST_PLACES, int(steps * budget / price))
+    rows = max(cost.rows, 1)
+    prices = _Prices(
+        training=(TRAINING + cost.reference) * cost.epochs + GENERATION * cost.generated,
+        sampled=OVERHEAD + SHARES / rows + ROTATION * rotation,
+        norms=NORMS + EXACT * exact / rows,
+        critical=critical * CRITICAL * (1 + cost.reference) / cost.parts,
+    )
     if not steps:
-        most = MOST_PLACES
-    spikes = most * 3 // 10
-    count = most - spikes
-    if steps:
-        chosen = frozenset(1 + round(i * (steps - 1) / max(count - 1, 1)) for i in range(count))
-    else:
-        chosen = frozenset([1, *(enough * 2**power for power in range(MOST_PLACES))])
+        return _open_plan(prices, rows)
+    allowed = MOST_SHARE * prices.training * steps
+    places = min(FEWEST_PLACES, (steps + 1) // 2)
+    budget = _Budget(allowed - CHECK - places * prices.sampled)
+    bought = {"spike": 0, "effects": 0, "whole": 0, "critical": 0}
+    count = 1  # completions of an update in a sample
+    for number in range(min(MOST_PLACES, steps)):
+        if number >= places:
+            another = prices.sampled + (count - 1) * SHARES / rows
+            if bought["whole"] < number or not budget.pays(another):
+                break
+            places = number + 1
+        if number < PLANNED_SPIKES:
+            bought["spike"] += budget.pays(OVERHEAD + SHARES)
+        if number == 0:
+            quarter = max(min(2, rows), rows // 4)
+            if budget.pays((quarter - 1) * places * SHARES / rows):
+                count = quarter
+        first = EFFECTS_CHECK * (bought["effects"] == 0)
+        part = 1 if bought["whole"] > bought["effects"] else count / rows
+        bought["effects"] += budget.pays(OUTCOMES + EFFECTS * part + first)
+        more = (1 - count / rows) * (SHARES + EFFECTS * (bought["effects"] > bought["whole"]))
+        bought["whole"] += budget.pays(more + prices.norms)
+        bought["critical"] += budget.pays(prices.critical)
+    spikes_with = set()
+    for name, price in (("norms", prices.norms), ("effects", OUTCOMES + EFFECTS)):
+        if bought["whole"] and budget.pays(bought["spike"] * price):
+            spikes_with.add(name)
+    sampled = places - bought["whole"]
+    each = sampled * SHARES + max(0, bought["effects"] - bought["whole"]) * EFFECTS
+    while sampled and count < rows and budget.pays(each / rows):
+        count += 1
+    order = _places(steps, places)
     return MeasurementPlan(
-        norms=chosen,
-        effects=chosen if effects else frozenset(),
-        critical=chosen if critical else frozenset(),
-        spikes=spikes,
-        reason=f"{steps} steps are too few for it within {MOST_SHARE:.0%} of the training's time; "
-        f"{enough} are enough",
+        shares=frozenset(order),
+        whole=frozenset(order[: bought["whole"]]),
+        effects=frozenset(order[: bought["effects"]]),
+        critical=frozenset(order[: bought["critical"]]) if critical else frozenset(),
+        spikes=bought["spike"],
+        spikes_with=frozenset(spikes_with),
+        sample=count / rows,
+        price=(allowed - budget.left) / (prices.training * steps),
+    )
+
+
+def _places(steps: int, count: int) -> list[int]:
+    """So many of the steps 1, …, `steps`, evenly spread; in the order in which more is measured at them.
+
+    The first comes last: the first step of AdamW is the gradient's sign, on which single tokens have no effect.
+    """
+    spread = [1 + round(i * (steps - 1) / max(count - 1, 1)) for i in range(count)]
+    return [*spread[1:2], *spread[:1:-1], *spread[:1]]
+
+
+def _open_plan(prices: _Prices, rows: int) -> MeasurementPlan:
+    """Five of the first ten steps and then ever fewer, of which those that pay for it are measured wholly."""
+    doubling = [10 * 2**power for power in range(MOST_PLACES + PLANNED_SPIKES)]
+    early = (1, 3, 5, 7)
+    spent = CHECK + EFFECTS_CHECK + (len(early) + len(doubling)) * prices.sampled
+    spent += PLANNED_SPIKES * (OVERHEAD + SHARES)
+    rich = set[int]()
+    for step in doubling:
+        if spent + prices.rich <= MOST_SHARE * prices.training * step:
+            spent += prices.rich
+            rich.add(step)
+    return MeasurementPlan(
+        shares=frozenset([*early, *doubling]),
+        whole=frozenset(rich),
+        effects=frozenset(rich),
+        critical=frozenset(rich) if prices.critical else frozenset(),
+        spikes=PLANNED_SPIKES,
+        spikes_with=frozenset(),
+        sample=1 / rows,
+        price=math.nan,
     )

@@ -101,6 +101,7 @@ class RunInfo(_Part):
     measuring: Measuring | None = None
     probe_radius: ProbeRadius | None = None
     not_measured: dict[Text, Text] | None = None
+    sampled: Text | None = None
     forks: dict[Text, Loose] | None = None
     imported: Imported | None = None
     rotation: Text | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -26,7 +27,7 @@ from sharpscope.analysis.token_values import (
     with_values,
 )
 from sharpscope.analysis.token_view import largest_rollouts
-from sharpscope.analysis.tokens import recorded_steps
+from sharpscope.analysis.tokens import recorded_steps, sampling_error
 from sharpscope.integrations.importers import Options, import_files
 from sharpscope.traces import TraceWriter, load_run
 from tests.traces.synthetic import new_run, rows
@@ -290,3 +291,20 @@ def test_the_completion_that_the_page_shows_has_the_largest_effect_share_or_pull
     run = load_run(folder)
     assert largest_rollouts(run, [3]) == {3: 3 if known is None else 1}
     assert recorded_steps(run, "effect_kl") == ([3] if known == "effect_kl" else [])
+
+
+def test_the_standard_error_of_a_sampled_sum_is_that_over_all_samples():
+    """Over every sample of 3 of 7 completions the squared errors average to the variance of the estimated sums."""
+    draw = np.random.default_rng(0)
+    units = pd.Series(np.sort(draw.integers(0, 7, 40)))
+    values, share = draw.normal(size=40), 3 / units.nunique()
+    sums, squares = [], []
+    for sample in itertools.combinations(sorted(units.unique()), 3):
+        inside = units.isin(sample)
+        sums.append(values[inside].sum() / share)
+        chance = np.full(int(inside.sum()), share)
+        squares.append(sampling_error(values[inside], units[inside], chance) ** 2)
+    assert np.mean(sums) == pytest.approx(values.sum())
+    assert np.mean(squares) == pytest.approx(np.var(sums))
+    one = units == units.iloc[0]
+    assert math.isnan(sampling_error(values[one], units[one], np.full(int(one.sum()), share)))

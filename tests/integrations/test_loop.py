@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -350,12 +352,29 @@ def test_mistakes_are_named(tmp_path: Path):
         rec.close()
 
 
-# -- What is measured by default: at most ten steps and 12 % of a training's passes, known before it begins.
+# -- What is measured by default: tokens at five steps or more, and 12 % of a training's passes, known before it begins.
+
+
+def cost_of(plan: Any, work: StepCost, exact: int) -> float:
+    """Passes of a plan's measurements, each counted by itself."""
+    rows = max(work.rows, 1)
+    part = round(plan.sample * rows) / rows
+    cost = price.CHECK + price.EFFECTS_CHECK * bool(plan.effects)
+    cost += plan.spikes * (price.OVERHEAD + price.SHARES)
+    norms = price.NORMS + price.EXACT * exact / rows
+    extra = {"norms": norms, "effects": price.OUTCOMES + price.EFFECTS}
+    cost += plan.spikes * sum(extra[name] for name in plan.spikes_with)
+    for step in plan.shares:
+        whole = step in plan.whole
+        cost += price.OVERHEAD + price.SHARES * (1 if whole else part) + norms * whole
+        if step in plan.effects:
+            cost += price.OUTCOMES + price.EFFECTS * (1 if whole else part)
+    return cost + len(plan.critical) * price.CRITICAL * (1 + work.reference) / work.parts
 
 
 def test_the_price_is_bounded():
-    draw = random.Random(0)
-    for _ in range(2000):
+    draw, bounded = random.Random(0), 0
+    for _ in range(1000):
         steps, critical = round(math.exp(draw.uniform(0, 11))), draw.random() < 0.5
         sizes, flags = (
             [draw.randint(1, most) for most in (8, 8, 512)],
@@ -364,46 +383,73 @@ def test_the_price_is_bounded():
         work = StepCost(*sizes, *flags)
         exact = draw.choice([0, 2, 100])
         plan = measurement_plan(steps, work, critical=critical, exact=exact)
-        norms = price.NORMS + price.EXACT * exact / work.rows
-        norms += price.EFFECTS * bool(plan.effects)
-        cost = (len(plan.norms) + plan.spikes) * norms + len(plan.critical) * price.CRITICAL * (
-            1 + work.reference
-        ) / work.parts
         whole = steps * (
             (price.TRAINING + work.reference) * work.epochs + price.GENERATION * work.generated
         )
-        assert (
-            cost <= price.MOST_SHARE * whole + 1e-9
-            and len(plan.norms) + plan.spikes <= price.MOST_PLACES
+        cost = cost_of(plan, work, exact)
+        assert plan.price == pytest.approx(cost / whole, rel=1e-6)
+        fewest = price.CHECK + min(5, (steps + 1) // 2) * (
+            price.OVERHEAD + price.SHARES / work.rows
         )
-        assert plan.critical <= plan.effects <= plan.norms <= set(range(1, steps + 1))
-        assert not plan.norms or 1 in plan.norms
-        assert len(plan.norms) < 2 or steps in plan.norms
+        bounded += fewest <= price.MOST_SHARE * whole
+        assert cost <= max(price.MOST_SHARE * whole, fewest) + 1e-6
+        assert len(plan.shares) >= min(5, (steps + 1) // 2)
+        assert plan.critical | plan.effects | plan.whole <= plan.shares <= set(range(1, steps + 1))
+        assert {1, steps} <= plan.shares or steps < 3
+    assert bounded > 800
 
 
-def test_without_a_known_end_the_first_step_is_measured_and_the_share_holds_from_then_on():
+@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("generated", [False, True])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_ten_steps_or_more_have_tokens_at_five_within_the_price(
+    rows: int, generated: bool, reference: bool
+):
+    work = StepCost(rows=rows, generated=generated, reference=reference)
+    for steps in [*range(10, 200), 1000, 5000]:
+        plan = measurement_plan(steps, work, critical=True)
+        gaps = [b - a for a, b in itertools.pairwise(sorted(plan.shares))]
+        assert len(plan.shares) >= 5 and max(gaps) <= math.ceil(steps / 4)
+        assert plan.price <= price.MOST_SHARE
+
+
+def test_without_a_known_end_half_of_the_first_ten_steps_are_measured():
     for epochs in range(1, 9):
-        for rows in (1, 8, 200):
-            plan, cost = (
-                measurement_plan(0, StepCost(epochs, 1, rows), critical=True),
-                price.NORMS + price.EFFECTS + price.EXACT / rows + price.CRITICAL,
-            )
-            first, *others = sorted(plan.norms)
-            assert first == 1 and len(others) == price.MOST_PLACES and plan.spikes == 3
-            for done, step in enumerate(others, 1):
-                assert done * cost <= price.MOST_SHARE * price.TRAINING * epochs * step * (1 + 1e-9)
+        for rows in (8, 200):
+            work = StepCost(epochs, 1, rows)
+            plan = measurement_plan(0, work, critical=True)
+            assert {1, 3, 5, 7, 10} <= plan.shares and plan.spikes == 3 and plan.whole
+            for end in sorted(plan.shares)[4:]:
+                until = {
+                    name: frozenset(s for s in getattr(plan, name) if s <= end)
+                    for name in ("shares", "whole", "effects", "critical")
+                }
+                cost = cost_of(replace(plan, spikes=0, **until), work, 1)
+                assert cost <= price.MOST_SHARE * price.TRAINING * epochs * end * (1 + 1e-9)
 
 
-def test_a_short_training_says_why_it_is_not_measured(tmp_path: Path, capsys):
-    one = plain_trainer(tmp_path / "t", max_steps=2)
-    sharpscope.record(one, out=tmp_path / "run")
-    one.train()
-    run = sharpscope.load_run(tmp_path / "run")
-    assert "attribution" not in run.tokens().dropna(axis=1, how="all") and run.probes.empty
-    assert "2 steps are too few" in run.info["not_measured"]["probes.preset"]
-    assert (
-        "to measure every step: recording={'token_gradients_every': 1}" in capsys.readouterr().err
+def test_a_short_training_has_tokens_at_five_steps(tmp_path: Path, capsys):
+    """Those of a sample of rows, with the values that a recording of all rows at all steps has."""
+    kept = {}
+    for name, options in (("part", {}), ("all", {"every": 1, "critical_sharpness": False})):
+        one = plain_trainer(tmp_path / name / "t", max_steps=10, gradient_accumulation_steps=4)
+        sharpscope.record(one, out=tmp_path / name / "run", **options)
+        one.train()
+        kept[name] = sharpscope.load_run(tmp_path / name / "run").tokens()
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said.startswith("sharpscope: recording to ")
+    assert ": tokens at steps 1, 3, 5, 8, 10; about 11 % of the training's time (see" in said
+    key = ["step", "rollout", "position"]
+    both = kept["part"].merge(kept["all"], on=key, suffixes=("", "_all"))
+    found = both.dropna(subset=["attribution"])
+    assert found.groupby("step")["rollout"].nunique().to_dict() == dict.fromkeys(
+        (1, 3, 5, 8, 10), 1
     )
+    np.testing.assert_allclose(found["inclusion_probability"], 1 / 8)
+    np.testing.assert_allclose(found["attribution"], found["attribution_all"], rtol=1e-3, atol=1e-6)
+    assert kept["all"]["attribution"].notna().all() and both["head_grad_norm"].notna().all()
+    drawn = found.groupby("step")["rollout"].first().nunique()
+    assert drawn > 1  # not the same row at each step
 
 
 # -- The recipes of docs/trainers/recipes.md on stubs that call the losses as the trainers do.

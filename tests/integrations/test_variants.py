@@ -249,9 +249,6 @@ def test_what_is_withheld_has_its_reason(make, arguments, reason, tmp_path: Path
         (trainer, {"fp16": True}, "fp16 = True"),
         (trainer, {"use_liger_kernel": True}, "use_liger_kernel"),
         (sft_trainer, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
-        (sft_trainer, {"packing": True}, "packing = True"),
-        (sft_trainer, {"padding_free": True}, "padding_free = True"),
-        (dpo_trainer, {"padding_free": True}, "padding_free = True"),
         (plain_trainer, {"processing_class": None}, "no tokenizer"),
     ],
 )
