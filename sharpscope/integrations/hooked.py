@@ -30,6 +30,7 @@ CHUNK = 2**24
 UNEXPLAINED = {torch.float32: 1e-3, torch.float64: 1e-6}
 """By the logits' type: largest part of their gradient's norm that the tokens' coefficients may leave over; of others, `COARSE`."""
 COARSE = 0.05
+_AGAIN = ("SFTTrainer", "DPOTrainer")
 
 
 @dataclass
@@ -51,27 +52,43 @@ class HookRecorder(TrainerRecorder):
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
     given = frozenset({"loss", "timing"})
-    rules = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
+    rules: Mapping[str, object] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
     def __init__(
         self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any
     ) -> None:
         self.cost = StepCost(rows=rows_of_update(trainer.args))
         self._calls: list[ModelCall] = []
+        # TRL's other trainers generate, or keep a state, in it
+        again = any(kind.__name__ in _AGAIN for kind in type(trainer).__mro__) or not any(
+            kind.__module__.startswith("trl.") for kind in type(trainer).__mro__
+        )
         notes = [
             "the loss is not known: coefficients are from hooks; advantages, ratios and groups are null",
-            "critical sharpness is not measured: it needs the loss again",
         ]
+        if not again:
+            notes.append("critical sharpness is not measured: it would need the loss again")
         heat = float(getattr(trainer, "temperature", 1.0))
         label = type(trainer).__name__.removesuffix("Trainer").lower() or "own"
-        super().__init__(trainer, out, label, notes, critical=0, temperature=heat, **options)
+        super().__init__(
+            trainer,
+            out,
+            label,
+            notes,
+            critical=critical if again else 0,
+            temperature=heat,
+            **options,
+        )
 
     def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         compute = self._original["compute_loss"]
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
             return compute(model, inputs, *args, **kwargs)
+        given = dict(inputs)  # some trainers take entries out
         with self._watched():
-            return compute(model, inputs, *args, **kwargs)
+            loss = compute(model, inputs, *args, **kwargs)
+        self._keep_loss(loss, lambda: compute(self.model, dict(given), *args, **kwargs))
+        return loss
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

@@ -189,6 +189,7 @@ class LoopRecorder(Recorder):
         self._loss_fn: Callable[[], Tensor | float] | None = None
         # of this step: texts of a row, and how many had them before -> batch and row in it
         self._rows: dict[tuple[tuple[str, str], int], tuple[int, int]] = {}
+        self._told: list[Tensor] = []  # log-probabilities of the present update
         self._seen = Counter[tuple[str, str]]()  # how often the present update has used these texts
         self.begin(*optimizers, steps=steps)
         self._closed = time.perf_counter()
@@ -279,6 +280,11 @@ class LoopRecorder(Recorder):
         self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]
     ) -> None:
         self.drop_update()
+        if any(logp is one for one in self._told):
+            text = "tokens() was called twice with one tensor of log-probabilities; the second call is left out"
+            self.warn_once("second_call", "warning", text)
+            return
+        self._told.append(logp)
         started = time.perf_counter()
         (n, length), width = ids.shape, mask.shape[1]
         if (
@@ -408,6 +414,7 @@ class LoopRecorder(Recorder):
 
     def _gradient(self, loss: Tensor | float | None) -> None:
         self._seen.clear()
+        self._told.clear()
         self.capture.micro += 1
         if loss is not None:
             self.given |= {"loss"}

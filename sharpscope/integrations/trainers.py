@@ -208,6 +208,19 @@ class TrainerRecorder(Recorder):
                 trainer._metrics = metrics
         return distributed.sum_values(total) / distributed.world_size()
 
+    def _keep_loss(self, loss: Any, compute: Callable[[], Any]) -> None:
+        """Keep a micro-batch whose loss `compute` gives again, where the critical sharpness of its update is due."""
+        if not (self.recording and self.observers.critical_due(self.step_number)):
+            return
+
+        def again(factor: float) -> float:
+            """The loss at the present weights; the gradient that reaches it, `factor`, holds the division by the micro-steps."""
+            value = compute()
+            return factor * float(value[0] if isinstance(value, tuple) else value)
+
+        value = loss[0] if isinstance(loss, tuple) else loss
+        value.register_hook(lambda factor: self._kept.append(partial(again, float(factor))))
+
     def observe_update(self, observer: StepObserver) -> None:
         """Measure the critical sharpness of a step's first update."""
         if self._kept:
@@ -387,15 +400,7 @@ class SupervisedRecorder(TrainerRecorder):
         started = time.perf_counter()
         self.in_step(lambda: self._tokens(given, found))
         self.capture.seconds["recording_s"] += time.perf_counter() - started
-        if self.recording and self.observers.critical_due(self.step_number):
-
-            def again(factor: float) -> float:
-                """The loss at the present weights; the gradient that reaches it, `factor`, holds the division by the micro-steps."""
-                value = compute(self.model, dict(given), *args, **kwargs)
-                return factor * float(value[0] if isinstance(value, tuple) else value)
-
-            value = loss[0] if isinstance(loss, tuple) else loss
-            value.register_hook(lambda factor: self._kept.append(partial(again, float(factor))))
+        self._keep_loss(loss, lambda: compute(self.model, dict(given), *args, **kwargs))
         return loss
 
     def _tokens(self, inputs: Mapping[str, Any], found: Any) -> None:

@@ -291,6 +291,26 @@ class StepCapture:
                 self.batch(use.serial).tokens.count(use.rows, use.tokens)
         self._end_update()
 
+    def unscaled(self, factor: float) -> float:
+        """`factor`, by which the gradient was multiplied before the optimizer's step; 1 where it takes a scale of the loss away.
+
+        A GradScaler divides by a power of 2, of which norms and coefficients are then freed; clipping never hits one.
+        """
+        power = math.log2(factor) if factor > 0 else 0.0
+        if power > -1.5 or abs(power - round(power)) > 1e-6:
+            return factor
+        index = len(self.updates)
+        self.norm *= factor
+        self.layers = {name: norm * factor for name, norm in self.layers.items()}
+        for use in self.pending:
+            for name in ("coef", "kl_coef"):
+                use.columns[name] = use.columns[name] * factor
+            tokens = self.batch(use.serial).tokens
+            mine = tokens.update[use.rows] == index
+            for column in (tokens.loss_coef, tokens.kl_coef):
+                column[use.rows] = torch.where(mine, column[use.rows] * factor, column[use.rows])
+        return 1.0
+
     def drop_pending(self) -> None:
         """Forget the present update, which was not made."""
         index = len(self.updates)

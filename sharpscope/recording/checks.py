@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +33,51 @@ def measured_columns(found: Sequence[StepValues], like: Tensor) -> dict[str, Ten
     return columns
 
 
+@dataclass(frozen=True, kw_only=True)
+class Circumstances:
+    """What tells apart why the shares of an update do not sum to 1."""
+
+    model: nn.Module
+    norms: Sequence[float]  # of the gradient, of each update of the step
+    before: float = math.nan  # that of the update before the step
+    unheld: bool = False  # whether parameters are in no optimizer
+    first: bool = True  # whether the step is the first
+
+
+LIMITS = (0.1, 0.2, 0.25, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Usual limits of clipping."""
+
+
+def reason_of_sum(shares: Tensor, index: int, known: Circumstances) -> str:
+    """Why the shares of the tokens (n,) of an update do not sum to 1, by a check of each reason.
+
+    Dropout; gradients that nothing clears; a norm that is a limit of clipping, or that of the update before (the gradient was clipped
+    before the recorder saw it); a sum that is a power of 2 (a scaled loss); what rounding each token's share allows.
+    """
+    if dropout := dropout_of(known.model):
+        return dropout
+    if known.unheld and not known.first:
+        return "parameters that no optimizer holds have the gradients of earlier updates too; clear them"
+    total, norm = float(shares.double().nansum()), known.norms[index]
+    others = [*LIMITS, known.before if index == 0 else known.norms[index - 1]]
+    if total > 1 and any(abs(norm / other - 1) < 1e-3 for other in others):
+        return f"the gradient was clipped before the recorder saw it (its norm is {norm:.4g}); call step before clipping"
+    power = math.log2(total) if total > 1 else 0.0
+    if power > 0.9 and abs(power - round(power)) < 0.03:
+        text = f"the loss was multiplied by {2 ** round(power)} in backward, and the gradient divided again (GradScaler.unscale_)"
+        return f"{text}: loss_coef is so many times too large; call step before unscale_"
+    precision = torch.finfo(next(known.model.parameters()).dtype).eps
+    if abs(total - 1) <= precision * float(shares.double().abs().nansum()):
+        return f"it is what rounding of {precision:.2g} in each token's gradient makes of shares of both signs"
+    return "the loss has terms that no token's log-probability has (a penalty, an auxiliary loss, noise on embeddings)"
+
+
 def check_shares(
     step: int,
     columns: dict[str, Tensor],
     update: Tensor,
-    updates: int,
     again: set[int],
-    model: nn.Module,
+    known: Circumstances,
 ) -> list[Event]:
     """Check that the tokens' shares of each update's squared gradient norm sum to 1; where they are far off, leave them out.
 
@@ -48,14 +87,13 @@ def check_shares(
     if "attribution" not in columns or bool((columns["inclusion_probability"] < 1).any()):
         return []
     events = []
-    for index in range(updates):
+    for index in range(len(known.norms)):
         used = update == index
         shares = columns["attribution"][used]
         total = float(shares.double().nansum())
         if index in again or bool(shares.isnan().all()) or abs(total - 1) <= SHARES_GAP:
             continue
-        terms = "terms that no token's log-probability has (a penalty, an auxiliary loss, noise on embeddings)"
-        cause = dropout_of(model) or f"the loss has {terms}"
+        cause = reason_of_sum(shares, index, known)
         text = f"the tokens' shares of update {index} sum to {total:.3g}, not 1: {cause}"
         action = "warn"
         if abs(total - 1) > SHARES_WITHHELD:

@@ -41,6 +41,7 @@ from sharpscope.recording.capture import (
     unused_tokens,
 )
 from sharpscope.recording.checks import (
+    Circumstances,
     by_layer,
     check_shares,
     kl_of_step,
@@ -284,6 +285,7 @@ class Recorder(Guard):
         names = [
             n for n, p in self.model.named_parameters() if p.requires_grad and id(p) not in held
         ]
+        self._unheld = bool(names)
         if names:
             text = f"{len(names)} trainable parameters are in no optimizer that was given ({names[0]}, …)"
             self.warn_once(
@@ -561,7 +563,7 @@ class Recorder(Guard):
         started = time.perf_counter()
         # the loop's clipping is not known
         if self.max_grad_norm is None and step.norm > 0 and math.isfinite(step.norm):
-            now = gradient_norm(self.parameters) / step.norm
+            now = step.unscaled(gradient_norm(self.parameters) / step.norm)
             step.clip_factor = now if now < 1 - 1e-6 else 1.0
             if step.clip_factor < 1.0 and self._observed[-1].forget("effect_"):
                 text = "effects are left out where the loop clips; tell record its max_grad_norm"
@@ -666,8 +668,15 @@ class Recorder(Guard):
         self._check_gap()
         measured = measured_columns(self._observed, tokens.update)
         again = {index for index, _, _ in step.again}
-        count = len(step.updates)
-        self.writer.events(check_shares(number, measured, tokens.update, count, again, self.model))
+        earlier = self.recent[: max(0, len(self.recent) - len(step.updates))]
+        known = Circumstances(
+            model=self.model,
+            norms=[update.grad_norm for update in step.updates],
+            before=math.exp(earlier[-1]) if earlier else math.nan,
+            unheld=self._unheld,
+            first=number == 1,
+        )
+        self.writer.events(check_shares(number, measured, tokens.update, again, known))
         kl = None
         # with FSDP2 a forward pass before zero_grad would change the training
         if "generation" in self.given and not is_sharded(self.model):

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import sharpscope
+from sharpscope.recording.checks import Circumstances, reason_of_sum
 from sharpscope.traces import load_run
 from tests.integrations.trainers import sft_trainer, small_model, tokenizer, trainer
 
@@ -237,3 +238,72 @@ def test_a_subclass_with_a_loss_of_its_own_has_unknown_ratios(tmp_path: Path):
     run = load_run(tmp_path / "run")
     assert len(run.tokens()) and run.tokens()["ratio"].isna().all()
     assert run.tokens()["loss_coef"].notna().all() and "unknown" in " ".join(run.info["notes"])
+
+
+def looped(folder: Path, *, scale: float = 1.0, fault: str = "") -> sharpscope.Run:
+    """A recorded loop of three updates with a fault in it; a `scale` of the loss is taken away before or after `step`."""
+    model = small_model()
+    held = list(model.parameters())
+    optimizer = torch.optim.SGD(held[3:] if fault == "unheld" else held, lr=1e-2)
+    with sharpscope.record(
+        model, optimizer, out=folder, tokenizer=tokenizer(), **EVERY
+    ) as recorder:
+        for step in range(3):
+            ids, mask = batch(step)
+            logits = model(ids).logits[:, :-1].log_softmax(-1)
+            logp = logits.gather(-1, ids[:, 1:, None])[..., 0]
+            for _ in range(1 + (fault == "twice")):
+                recorder.tokens(logp, ids, mask)
+            loss = -(logp * mask[:, 1:]).sum() / mask.sum()
+            if fault == "penalty":
+                loss = loss + 0.05 * sum(p.square().sum() for p in held)
+            (scale * loss).backward()
+            if fault == "clipped":
+                torch.nn.utils.clip_grad_norm_(held, 0.37)
+            if fault == "unscaled before":
+                for p in held:
+                    p.grad /= scale
+            recorder.step(loss)
+            if fault == "unscaled after":
+                for p in held:
+                    p.grad /= scale
+            optimizer.step()
+            optimizer.zero_grad()
+    return load_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "scale", "reason"),
+    [
+        ("clipped", 1.0, "was clipped before the recorder saw it (its norm is 0.37)"),
+        ("unscaled before", 1024.0, "multiplied by 1024 in backward"),
+        ("unheld", 1.0, "parameters that no optimizer holds have the gradients of earlier updates"),
+        ("penalty", 1.0, "terms that no token's log-probability has"),
+    ],
+)
+def test_reasons_of_a_wrong_sum_are_told_apart(
+    fault: str, scale: float, reason: str, tmp_path: Path
+):
+    events = looped(tmp_path / "run", scale=scale, fault=fault).events
+    told = events[events["rule"] == "attribution_sum"]
+    assert len(told) and reason in told["message"].iloc[-1]
+
+
+def test_rounding_is_told_from_a_penalty():
+    known = Circumstances(model=small_model().bfloat16(), norms=[0.7])
+    shares = torch.tensor([40.0, -38.9])  # of both signs, each rounded
+    assert "rounding of 0.0078" in reason_of_sum(shares, 0, known)
+    assert "terms that no token" in reason_of_sum(torch.tensor([0.8, 0.4]), 0, known)
+
+
+@pytest.mark.parametrize(("fault", "scale"), [("twice", 1.0), ("unscaled after", 4096.0)])
+def test_a_second_call_and_a_scaled_loss_change_no_number(fault: str, scale: float, tmp_path: Path):
+    right, other = looped(tmp_path / "a"), looped(tmp_path / "b", scale=scale, fault=fault)
+    for column in ("grad_norm", "clip_factor", "update_norm"):
+        np.testing.assert_allclose(other.updates[column], right.updates[column], rtol=1e-6)
+    ours, theirs = right.tokens(), other.tokens()
+    for column in ("loss_coef", "attribution", "score_norm_local"):
+        np.testing.assert_allclose(theirs[column], ours[column], rtol=1e-4, atol=1e-6)
+    assert len(ours) == len(theirs) == 36
+    assert ("second_call" in set(other.events["rule"])) == (fault == "twice")
+    assert "gradient_clipping" not in set(other.events["rule"])
