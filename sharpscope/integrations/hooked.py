@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sharpscope.errors import UserError
 from sharpscope.integrations.trainers import IGNORED, TrainerRecorder, rows_of_update
@@ -80,7 +80,9 @@ class HookRecorder(TrainerRecorder):
             **options,
         )
 
-    def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], *args: object, **kwargs: object
+    ) -> object:
         compute = self._original["compute_loss"]
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
             return compute(model, inputs, *args, **kwargs)
