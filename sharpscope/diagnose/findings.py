@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -113,6 +111,8 @@ FALSE_ALARMS: dict[str, dict[str, list[int]]] = package_yaml(
     "sharpscope.diagnose", "false_alarms.json"
 )
 """Rule -> kind of healthy runs -> [runs in which it applied, runs that it could judge]."""
+FEW = ("simulated, 1 groups a step", "simulated, 2 groups a step")
+"""Kinds of healthy runs to which those with few groups in a step are compared."""
 
 
 def find(log: Log, changes: Sequence[Change]) -> list[Finding]:
@@ -183,32 +183,30 @@ def _ranked(findings: Sequence[Finding]) -> list[Finding]:
     if not ordered:
         return []
     first = ordered[0]
-    while True:
-        causes = [
-            f
-            for f in ordered
-            if first.rule.name in EXPLAINS.get(f.rule.name, ())
-            and f.rule.name not in EXPLAINS.get(first.rule.name, ())
-            and f.severity != "info"
-            and f.rule.window != 0
-            and f.step <= _latest_cause(f, first)
-        ]
-        if not causes:
-            break
+    while causes := [f for f in ordered if _may_have_caused(f, first)]:
         first = min(causes, key=lambda f: f.step)
-    follow = tuple(
-        f.rule.name
-        for f in ordered
-        if f.rule.name in EXPLAINS.get(first.rule.name, ()) and f.step >= first.step
-    )
-    return [replace(first, explains=follow), *(f for f in ordered if f is not first)]
+    effects = _effects(first)
+    follow = tuple(f.rule.name for f in ordered if f.rule.name in effects and f.step >= first.step)
+    others = [f for f in ordered if f is not first]
+    return [replace(first, explains=follow), *others]
 
 
-def _latest_cause(cause: Finding, effect: Finding) -> int:
-    """The last step at which a cause may begin: a spike has an exact step, the beginning of a slower change is known less well."""
+def _effects(finding: Finding) -> tuple[str, ...]:
+    """The rules whose findings may follow from a finding."""
+    return EXPLAINS.get(finding.rule.name, ())
+
+
+def _may_have_caused(cause: Finding, effect: Finding) -> bool:
+    """Whether one finding may follow from another and began no earlier, and not the other way round as well."""
+    if cause.severity == "info" or cause.rule.window == 0:
+        return False
+    if effect.rule.name not in _effects(cause) or cause.rule.name in _effects(effect):
+        return False
+    # a spike has an exact step, the beginning of a slower change is known less well
     spike = cause.rule.measured_by[0] == "spike"
     other = cause.began.quantity != effect.began.quantity
-    return effect.seen if spike and other else effect.step
+    latest = effect.seen if spike and other else effect.step
+    return cause.step <= latest
 
 
 def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
@@ -250,11 +248,23 @@ def _stretch(
         if rule.name != "non_finite" or np.isinf(history[name][first])
     )
     if rule.window == 0:
-        start = int(steps[0])
-        began = Change(name, start, start, start, "flat", np.nan, np.nan)
+        began = _of_whole_run(name, int(steps[0]))
     else:
         began = _beginning(rule, name, first, history, steps, changes)
     return _Stretch(began=began, first=first, last=last, count=len(holds), measured=measured)
+
+
+def _of_whole_run(name: str, first: int) -> Change:
+    """What stands for a beginning where a rule is of a whole run."""
+    return Change(
+        quantity=name,
+        step=first,
+        low=first,
+        high=first,
+        direction="flat",
+        before=np.nan,
+        after=np.nan,
+    )
 
 
 def _first_part(rule: Rule, holds: Positions, history: History, count: int) -> Positions | None:
@@ -299,25 +309,37 @@ def _beginning(
     if rule.name in SINCE_BEST:
         best, start = _best_before(values, first, highest=rule.name == "reward_gap")
         before = float(values[best])
+    elif rule.name in EXACT:
+        alike = values[first::-1] == values[first]
+        start = first + 1 - int(np.argmin(np.append(alike, False)))
     elif rule.name in FROM_THE_FIRST and (rule.name != "dead_groups" or few_groups(history)[-1]):
         start = int(np.flatnonzero(np.isfinite(values))[0])
-    if rule.name in EXACT:
-        alike = history[name][first::-1] == history[name][first]
-        start = first - int(np.argmin(np.append(alike, False))) + 1
-    way: Literal["up", "down"] = "down" if inside < before else "up"
     began = Change(
-        name, int(steps[start]), int(steps[start]), int(steps[first]), way, before, inside
+        quantity=name,
+        step=int(steps[start]),
+        low=int(steps[start]),
+        high=int(steps[first]),
+        direction="down" if inside < before else "up",
+        before=before,
+        after=inside,
     )
     if rule.window <= 1 or rule.name in EXACT + SINCE_BEST or start == 0:
         return began
-    earlier = [c for c in changes if c.quantity == name and c.low <= steps[first]]
-    late = itertools.dropwhile(lambda c: c.direction == "flat", reversed(earlier))
-    same = list(
-        itertools.takewhile(
-            lambda c: c.direction == way and (c.after > c.before) == (way == "up"), late
-        )
-    )
-    return same[-1] if same else began  # the first of those in its direction
+    return _first_of_its_way(began, changes)
+
+
+def _first_of_its_way(began: Change, changes: Sequence[Change]) -> Change:
+    """The first of the last changes of a quantity that go as a beginning goes; the beginning itself without any."""
+    found = began
+    for change in reversed(changes):
+        if change.quantity != began.quantity or change.low > began.high:
+            continue
+        rises = change.after > change.before
+        if change.direction == began.direction and rises == (began.direction == "up"):
+            found = change
+        elif change.direction != "flat" or found is not began:
+            break
+    return found
 
 
 def _best_before(values: Values, at: int, highest: bool) -> tuple[int, int]:
@@ -357,15 +379,18 @@ def _finding(
     rule: Rule, stretch: _Stretch, history: History, steps: Values, fallen: int | None
 ) -> Finding:
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
-    soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else int(steps[-1])
+    last = int(steps[-1])
+    soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else last
     harmed = fallen is not None and stretch.began.step - WINDOW <= fallen <= soon
     rose = fallen is None and _rose(history)
-    outcome = 0 if harmed else 2 if rose or bool(solved(history)[-1:].any()) else 1
-    values = stretch.measured[stretch.first : stretch.last + 1]
-    severity = rule.level(float(np.nanmax(values)), outcome)
-    passed = rule.window > 1 and stretch.last < len(steps) - max(WINDOW, len(steps) // 10)
+    helped = rose or bool(solved(history)[-1:].any())
+    worst = float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1]))
+    severity = rule.level(worst, 0 if harmed else 2 if helped else 1)
     if rule.name == "non_finite":
         passed = _skipped_updates(stretch, history)
+    else:
+        lately = len(steps) - max(WINDOW, len(steps) // 10)
+        passed = rule.window > 1 and stretch.last < lately
     if passed and severity != "info":
         severity = SEVERITIES[SEVERITIES.index(severity) + 1]
     change, measured = _evidence(rule, stretch, history, steps)
@@ -429,10 +454,11 @@ def _certainty(rule: Rule, stretch: _Stretch, passed: bool, history: History) ->
         parts.append(f"at {stretch.count} of the {rows} rows from then on{over}")
     counts = FALSE_ALARMS.get(rule.name, {})
     if few_groups(history)[-1]:
-        counts = {kind: c for kind, c in counts.items() if kind == "simulated, 1 group"} or counts
-    runs = [sum(pair) for pair in zip(*counts.values(), strict=True)]
-    if runs and runs[1]:
-        parts.append(f"in {runs[0]} of {runs[1]} healthy runs")
+        counts = {kind: counts[kind] for kind in FEW if kind in counts} or counts
+    alarms = sum(alarmed for alarmed, _ in counts.values())
+    runs = sum(judged for _, judged in counts.values())
+    if runs:
+        parts.append(f"in {alarms} of {runs} healthy runs")
     return "; ".join(parts) or "certain"
 
 

@@ -22,11 +22,17 @@ POINTS = 400
 COLORS = {"critical": "#c62828", "warning": "#e08600", "info": "#607d8b"}
 
 _STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: #1b1b1b; background: #fff }
+:root { color-scheme: light dark; --ink: #1b1b1b; --paper: #fff; --panel: #f6f6f6; --edge: #ddd; --line: #1f5fa8 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e4e4; --paper: #16181b; --panel: #202327; --edge: #3a3f45; --line: #7db4f0 }
+}
+body { font: 15px/1.45 system-ui, sans-serif; max-width: 1040px; margin: 2em auto; padding: 0 1em; color: var(--ink); background: var(--paper) }
 h1 { font-size: 1.25em } h2 { font-size: 1.05em; margin-top: 2em }
 .charts { display: flex; flex-wrap: wrap; gap: 10px }
-svg { border: 1px solid #ddd; border-radius: 4px }
-pre { white-space: pre-wrap; background: #f6f6f6; padding: 1em; border-radius: 4px; font-size: 13px }
+svg { border: 1px solid var(--edge); border-radius: 4px; max-width: 100% }
+text { fill: var(--ink) }
+polyline { fill: none; stroke: var(--line); stroke-width: 1.4 }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); padding: 1em; border-radius: 4px; font-size: 13px }
 .key span { margin-right: 1.5em }
 """
 
@@ -40,7 +46,8 @@ def write_page(diagnoses: Sequence[Diagnosis], file: Path) -> None:
     sections = "".join(_section(diagnosis) for diagnosis in diagnoses)
     title = escape(f"Diagnosis of {diagnoses[0].log.path.name}")
     page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
         f"<style>{_STYLE}</style></head><body>{sections}</body></html>\n"
     )
     try:
@@ -77,7 +84,6 @@ def chart(diagnosis: Diagnosis, name: str) -> str:
     x = _scaled(steps, span, LEFT, WIDTH - RIGHT)
     y = _scaled(heights, range_, HEIGHT - BOTTOM, TOP)
     line = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-    marks = [_mark(diagnosis, name, span)]
     top, bottom = float(values.max()), float(values.min())
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(quantity.title)}">'
@@ -86,8 +92,8 @@ def chart(diagnosis: Diagnosis, name: str) -> str:
         f"{_text(LEFT - 4, HEIGHT - BOTTOM, f'{bottom:.3g}', 10, 'end')}"
         f"{_text(LEFT, HEIGHT - 4, f'step {span[0]:g}', 10)}"
         f"{_text(WIDTH - RIGHT, HEIGHT - 4, f'{span[1]:g}', 10, 'end')}"
-        f"{''.join(marks)}"
-        f'<polyline points="{line}" fill="none" stroke="#1f5fa8" stroke-width="1.4"/></svg>'
+        f"{_marks(diagnosis, name, span)}"
+        f'<polyline points="{line}"/></svg>'
     )
 
 
@@ -96,7 +102,7 @@ def _title(quantity: Quantity) -> str:
     return f"{title} [{quantity.unit}]" if quantity.unit else title
 
 
-def _mark(diagnosis: Diagnosis, name: str, span: tuple[float, float]) -> str:
+def _marks(diagnosis: Diagnosis, name: str, span: tuple[float, float]) -> str:
     """Vertical lines at the first steps of the findings that this quantity shows best."""
     lines = []
     for finding in diagnosis.findings:
@@ -115,8 +121,8 @@ def _text(
     x: float, y: float, text: str, size: int, anchor: str = "start", weight: str = "normal"
 ) -> str:
     return (
-        f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" '
-        f'fill="#333">{escape(text)}</text>'
+        f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}">'
+        f"{escape(text)}</text>"
     )
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from sharpscope.diagnose import diagnose, read_log
+from sharpscope.diagnose.findings import FALSE_ALARMS
 from sharpscope.diagnose.formats import json_lines
 from sharpscope.diagnose.names import name_columns
 from sharpscope.errors import UserError
@@ -146,3 +147,24 @@ def test_settings_and_bars_alone_are_no_log(tmp_path):
     )
     with pytest.raises(UserError, match="holds no rows"):
         read_log(file)
+
+
+def test_the_base_rate_is_that_of_runs_with_as_few_groups(tmp_path):
+    rows = [
+        {
+            "step": n,
+            "loss": 0.1,
+            "grad_norm": 3.0 if n == 40 else 0.3 + 0.01 * (n % 3),
+            "reward": 0.2 + 0.01 * (n % 5),
+            "frac_reward_zero_std": float(n % 3 == 0),
+        }
+        for n in range(1, 61)
+    ]
+    (spiked,) = [
+        finding
+        for finding in diagnose(write_rows(rows, tmp_path / "log.jsonl")).findings
+        if finding.rule.name == "gradient_spike"
+    ]
+    counts = [FALSE_ALARMS["gradient_spike"][f"simulated, {n} groups a step"] for n in (1, 2)]
+    alarms, runs = (sum(column) for column in zip(*counts, strict=True))
+    assert f"in {alarms} of {runs} healthy runs" in spiked.certainty and runs == 600
