@@ -218,7 +218,7 @@ PREDICTED = (
     "kl, entropy: of the step's own completions; heldout, sharpness: expected failure on fixed held-out completions, and its SAM rise."
 )
 MOST = 0.5
-"""Share of the gradient's norm, or of the step's KL, from which most of it is said to be gone without the tokens."""
+"""The step is said to be less changed than the gradient if less than this of the gradient's norm is left, and more of its KL."""
 
 
 def without_sections(run: Run, name: str) -> list[Section]:
@@ -343,30 +343,19 @@ def predictions_table(predictions: pd.DataFrame) -> pd.DataFrame:
 
 
 def tokens_verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
-    """How much smaller the gradient's norm and the step's KL are without the leading tokens, and without random ones.
+    """How much smaller the gradient's norm is without the leading tokens, and without random ones.
 
     `values`: outcome by arm; `arms`: the step as it was, without the leading tokens, and without random others.
     """
-    gone, parts = {}, []
-    for name, what, unit in (
-        ("kl", "the step's KL", " nats a token"),
-        ("grad_norm", "the gradient's norm", ""),
-    ):
-        whole, without, others = (float(values.at[name, arm]) for arm in arms)  # type: ignore[arg-type]
-        gone[name] = tuple(
-            1 - value / whole if whole > 0 else math.nan for value in (without, others)
-        )
-        less, random = (
-            f"{percent(abs(part))} {'larger' if part < 0 else 'smaller'}" for part in gone[name]
-        )
-        change = f"{number(without)}{unit} in place of {number(whole)}"
-        parts.append(f"{what} is {less} ({change}), and {random} without {top} random ones")
-    said = f"Without these {top} tokens {parts[0]}; {parts[1]}."
-    most = {
-        name: tokens >= MOST and tokens > 2 * max(random, 0.0)
-        for name, (tokens, random) in gone.items()
-    }
-    if most["grad_norm"] and not most["kl"]:
+    whole, without, others = (float(values.at["grad_norm", arm]) for arm in arms)  # type: ignore[arg-type]
+    less, random = (
+        f"{percent(abs(1 - part / whole))} {'larger' if part > whole else 'smaller'}"
+        for part in (without, others)
+    )
+    said = f"Without these {top} tokens the gradient's norm is {less} ({number(without)} in place of {number(whole)}), "
+    said += f"without {top} random ones {random}."
+    kl = values.loc["kl", arms].to_numpy(float)
+    if without < MOST * whole and kl[1] > MOST * kl[0]:
         said += " The step is less changed than the gradient: clipping and the optimizer's moments bound it whatever the gradient's size."
     if "accuracy_greedy" in values.index:
         after, before = (

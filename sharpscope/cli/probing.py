@@ -309,7 +309,7 @@ def _replay(
             else "norms (not every token has a loss_coef, so no shares)"
         )
         say(
-            f"step {one.step}: {shares} of {one.tokens} tokens; |ln π − recorded| {one.logp_gap:.2g} nats"
+            f"step {one.step}: {shares} of {one.tokens} tokens; {one.effects}; |ln π − recorded| {one.logp_gap:.2g} nats"
         )
     say(f"Written: {out}/ (try: sharpscope tokens {out} --spikes)")
 

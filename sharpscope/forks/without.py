@@ -169,7 +169,7 @@ def _arms(
             arms[f"without {one.value} others"] = again.others(leading, scores[wanted])
             if not found.tokens:
                 found.tokens = _listed(leading, scores[wanted])
-    values: dict[str, dict[str, list[float]]] = {}
+    whole: dict[str, list[float]] = {}
     for arm, given in arms.items():
         chosen = given
         if isinstance(given, TokenSet) and again.to == again.step:
@@ -181,15 +181,10 @@ def _arms(
         common |= {"comparison": "step", "scale": 1.0}
         sound = not any(update.problem for update in made)
         found.rows += outcome_rows(common, readings, start, sound)
-        values[arm] = again.values()
+        values = again.values()
+        whole = whole or values
         for outcome in again.prepared if arm != ALL else ():
-            whole, part = values[ALL][outcome], values[arm][outcome]
-            changes = [b - a for a, b in zip(whole[1:], part[1:], strict=True)]
-            numbers = {
-                "measured": part[0] - whole[0],
-                "step_change": whole[0] - before[outcome][0],
-                "std_error": _std_error(changes, jackknife=outcome == "sharpness"),
-            }
+            numbers = _measured(outcome, before[outcome], whole[outcome], values[outcome])
             if isinstance(chosen, Tensor) and scores:
                 numbers["predicted"] = -float(scores[outcome][chosen].sum())
             known = {key: value for key, value in numbers.items() if math.isfinite(value)}
@@ -198,16 +193,21 @@ def _arms(
     return found
 
 
-def _std_error(changes: Sequence[float], *, jackknife: bool) -> float:
-    """Standard error of a change from k parts of the prompts; NaN for fewer than two.
+def _measured(
+    outcome: str, before: Sequence[float], whole: Sequence[float], without: Sequence[float]
+) -> dict[str, float]:
+    """Change without some tokens and its standard error, and the change by the step; values are of all prompts, then of parts.
 
-    From the parts' own changes, whose mean it is, or (`jackknife`) from those without each of the parts.
+    The parts of a sharpness, which depends on the number of prompts, are all but an eighth (the jackknife); the error of another outcome
+    is that of the mean of its eighths. NaN without parts.
     """
-    count = len(changes)
-    if count < 2:
-        return math.nan
-    spread = float(pd.Series(changes).std()) / math.sqrt(count)
-    return (count - 1) * spread if jackknife else spread
+    changes = pd.Series([b - a for a, b in zip(whole[1:], without[1:], strict=True)], dtype=float)
+    error = float(changes.std()) / math.sqrt(max(len(changes), 1))
+    return {
+        "measured": without[0] - whole[0],
+        "step_change": whole[0] - before[0],
+        "std_error": (len(changes) - 1) * error if outcome == "sharpness" else error,
+    }
 
 
 def _listed(chosen: Tensor, score: Tensor) -> list[dict[str, float]]:

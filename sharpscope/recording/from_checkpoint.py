@@ -30,9 +30,10 @@ from sharpscope.policy.forward import Scorer
 from sharpscope.recording.measurements import layer_values, leading
 from sharpscope.recording.norms import layer_groups, norms
 from sharpscope.recording.rows import rounded
+from sharpscope.recording.saved_optimizer import load_adamw
 from sharpscope.recording.step import step_tensors
 from sharpscope.rules.judging import Event
-from sharpscope.tokens import attribute, logp_gradient, score_norms
+from sharpscope.tokens import attribute, effects, logp_gradient, score_norms
 from sharpscope.traces import (
     TABLES,
     Run,
@@ -62,6 +63,7 @@ class Probed:
     tokens: int  # number of tokens measured
     logp_gap: float  # mean |ln π of the trace − ln π of the checkpoint| [nats]; large at a checkpoint of another step
     attributed: bool  # whether all tokens have coefficients, of the trace or of a method, so that there are shares
+    effects: str  # outcomes on which the first update's tokens have effects, or why there are none
 
 
 def probe_trace(
@@ -77,8 +79,9 @@ def probe_trace(
     """Copy a trace to `out` with what its `steps` (None: all) would have had if they had been recorded with `policy`.
 
     Tokens get `score_norm_local`, statistics where they have none and, where there are coefficients (of the trace or of
-    `method`), `attribution`; updates get the gradient's norms where the trace has no rows of them. The gradient is
-    Σ c_t ∇log π_t, which a sample of a step's tokens does not give. With `force` the policy need not fit.
+    `method`), `attribution`; those of a step's first update also `effect_kl` and `effect_entropy`, if a trainer saved AdamW's state
+    with the policy. Updates get the gradient's norms where the trace has no rows of them. The gradient is Σ c_t ∇log π_t, which
+    a sample of a step's tokens does not give. With `force` the policy need not fit.
 
     Raises:
         UserError: the trace lacks token IDs, the step or what the method needs, or the checkpoint does not fit.
@@ -106,7 +109,7 @@ def probe_trace(
                 tokens = run.arrow("tokens", [step])
                 if step in chosen:
                     probed, columns, updates[step] = _measure(
-                        step_rows(run, step, tokens, policy), method, check
+                        step_rows(run, step, tokens, policy), method, check, run.updates
                     )
                     for name, values in columns.items():
                         tokens = _replaced(tokens, name, values)
@@ -155,7 +158,7 @@ def _judge(probed: Probed, writer: TraceWriter, force: bool) -> None:
 
 
 def _measure(
-    rows: StepRows, method: Method | None, check: Check
+    rows: StepRows, method: Method | None, check: Check, recorded: pd.DataFrame
 ) -> tuple[Probed, dict[str, pa.Array], list[dict[str, Any]]]:
     """One step: what was measured, columns of its tokens and, where there are coefficients, rows of its updates."""
     frame, known = rows.frame, rows.known
@@ -179,8 +182,11 @@ def _measure(
     attributed = bool(rows.whole and np.isfinite(coef).all() and known.any())
     by_layer: dict[tuple[int, int], str] = {}
     updates: list[dict[str, Any]] = []
+    said = "no effects without shares"
     if attributed:
         shares, updates = _shares(rows, check)
+        effects_found, said = _effects(rows, check, recorded[recorded["step"] == rows.step])
+        columns |= effects_found
         columns["attribution"] = rows.column(shares)
         size = torch.nan_to_num(rows.tensor("loss_coef")).abs() * local.double().cpu()
         for r, p in zip(*map(Tensor.tolist, leading(size)), strict=True):
@@ -193,7 +199,8 @@ def _measure(
         texts = np.full(len(known), None, dtype=object)
         texts[known] = [by_layer.get(at) for at in zip(*map(Tensor.tolist, rows.at), strict=True)]
         arrays["score_norm_by_layer"] = pa.array(texts, pa.string())
-    return Probed(rows.step, int(known.sum()), rows.gap, attributed), arrays, updates
+    probed = Probed(rows.step, int(known.sum()), rows.gap, attributed, said)
+    return probed, arrays, updates
 
 
 def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -229,6 +236,41 @@ def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, Any]]]
             along = along[:, rows.rollouts.prompt_width :].double().cpu()
             shares = torch.where(used, along / size.total**2, shares)
     return shares, made
+
+
+def _effects(
+    rows: StepRows, check: Check, recorded: pd.DataFrame
+) -> tuple[dict[str, np.ndarray], str]:
+    """Columns effect_… of the first update's tokens, and what was done, in words; with the optimizer's state of the checkpoint.
+
+    `recorded` are the step's rows of the updates table, which say whether it was clipped.
+    """
+    mask = rows.rollouts.completion_mask.bool().cpu()
+    number = torch.nan_to_num(rows.tensor("update"))
+    used = (number == number[rows.at].min()) & mask
+    known = recorded[["grad_norm", "clip_factor"]].astype(float).to_numpy()
+    norm, factor = known[0] if len(known) else (math.nan, math.nan)
+    try:
+        found = effects(
+            rows.policy.model,
+            coef=rows.wide(torch.where(used, rows.tensor("loss_coef"), 0.0)),
+            optimizer=load_adamw(Path(rows.policy.source), rows.policy.model),
+            outcome=("kl", "entropy"),
+            max_grad_norm=norm * factor if factor < 1 else None,
+            check=check,
+            **rows.given,
+        )
+    except UserError as problem:
+        return {}, f"no effects: {problem}"
+    width = rows.rollouts.prompt_width
+    columns = {
+        f"effect_{name}": rows.column(torch.where(used, values[:, width:].cpu(), math.nan))
+        for name, values in found.values.items()
+    }
+    parts = [f"effects on {name}" for name in found.values] + list(found.withheld.values())
+    if not math.isfinite(factor):
+        parts.append("as if nothing were clipped (the trace has no clip_factor)")
+    return columns, ", ".join(parts)
 
 
 def _replaced(table: pa.Table, name: str, values: pa.Array) -> pa.Table:

@@ -152,17 +152,27 @@ class ComingStep:
             group = self._groups.get(id(parameter))
             if group is None or h is None:
                 yield None
-            elif isinstance(self.optimizer, Muon) and group["matrices"]:
-                state = self.optimizer.state.get(parameter, {})
-                yield muon(group, state, parameter, h, slopes=slopes)
-            elif isinstance(self.optimizer, torch.optim.Adam | Muon):
-                state = self.optimizer.state.get(parameter, {})
-                yield adam(group, state, parameter, h, slopes=slopes)
-            elif isinstance(self.optimizer, torch.optim.SGD):
-                state = self.optimizer.state.get(parameter, {})
-                yield sgd(group, state, parameter, h, slopes=slopes)
             else:
-                yield by_autograd(self.optimizer, group, parameter, h, slopes=slopes)
+                yield rule_of(self.optimizer, group, parameter, h, slopes=slopes)
+
+
+def rule_of(
+    optimizer: torch.optim.Optimizer,
+    group: Settings,
+    theta: Tensor,
+    h: Tensor,
+    *,
+    slopes: bool,
+) -> Rule:
+    """Δ and, with `slopes`, ∂Δ/∂h of a parameter of a group with the clipped gradient h."""
+    given = (group, optimizer.state.get(theta, {}), theta, h)
+    if group.get("matrices"):
+        return muon(*given, slopes=slopes)
+    if isinstance(optimizer, torch.optim.SGD):
+        return sgd(*given, slopes=slopes)
+    if isinstance(optimizer, torch.optim.Adam | Muon):
+        return adam(*given, slopes=slopes)
+    return by_autograd(optimizer, group, theta, h, slopes=slopes)
 
 
 def _times(part: Tensor, slope: Tensor | Callable[[Tensor], Tensor]) -> Tensor:
@@ -348,7 +358,6 @@ def coming_step(
         raise UserError(
             f"optimizer, {name}: its step can be computed for AdamW, Adam, SGD and Muon"
         )
-    rule = sgd if isinstance(optimizer, torch.optim.SGD) else adam
     factors = (
         [clip_factor] * len(parameters) if isinstance(clip_factor, int | float) else clip_factor
     )
@@ -363,8 +372,7 @@ def coming_step(
             rate = float(group["lr"]) / largest if largest > 0 else 1.0
             group = {**group, "lr": rate}
         h = gradient if factor == 1.0 else gradient * factor
-        chosen = muon if group.get("matrices") else rule
-        yield chosen(group, optimizer.state.get(parameter, {}), parameter, h, slopes=False)[0]
+        yield rule_of(optimizer, group, parameter, h, slopes=False)[0]
 
 
 @torch.no_grad()
@@ -375,28 +383,27 @@ def batch_share(optimizer: torch.optim.Optimizer) -> float:
     decay and the present gradient's term Δ_own. Parts of sharded tensors are summed over the processes. NaN for another optimizer.
     """
     optimizer = unwrapped(optimizer)
-    own, total = list[Part](), list[Part]()
-    scaled = list[Part]()
+    own, total, scaled = list[Part](), list[Part](), list[Part]()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state, g = optimizer.state.get(parameter, {}), parameter.grad
             if g is None:
                 continue
-            rate = float(group["lr"]) * (-1.0 if group.get("maximize") else 1.0)
+            rate = float(group["lr"])
             if isinstance(optimizer, torch.optim.Adam):
                 beta1, beta2 = (float(beta) for beta in group["betas"])
                 correction = math.sqrt(1 - beta2 ** float(state["step"]))
                 root = state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
                 rate /= 1 - beta1 ** float(state["step"])
-                term = g * ((1 - beta1) * rate)
-                m = state["exp_avg"] * abs(rate)
+                average, weight = state["exp_avg"], 1 - beta1
             elif isinstance(optimizer, torch.optim.SGD) and "momentum_buffer" in state:
-                m = state["momentum_buffer"] * abs(rate)
-                root, term = torch.ones_like(m), g * ((1 - float(group["dampening"])) * rate)
+                average, weight = state["momentum_buffer"], 1 - float(group["dampening"])
+                root = torch.ones_like(average)
             else:
                 return math.nan
-            own.append(term)
-            total.append(m)
-            scaled.append(m / root)
+            sign = -1.0 if group.get("maximize") else 1.0
+            own.append(g * (weight * rate * sign))
+            total.append(average * rate)
+            scaled.append(average * rate / root)
     whole = inner(total, scaled)
     return inner(own, scaled) / whole if whole > 0 else math.nan

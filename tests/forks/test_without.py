@@ -23,6 +23,8 @@ from sharpscope.forks.recorded_step import trainer_step
 from sharpscope.forks.step_again import run_step
 from sharpscope.forks.token_sets import TokenSet
 from sharpscope.forks.without import ALL, without_tokens
+from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.recording.from_checkpoint import probe_trace
 from sharpscope.training import loop, train
 from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
@@ -240,10 +242,10 @@ def test_the_verdict_compares_the_step_without_the_tokens_and_without_random_one
     arms = ["all", "without", "others"]
     values = pd.DataFrame([(10, 1, 10), (1, 1.2, 1)], index=["grad_norm", "kl"], columns=arms)
     said = tokens_verdict(values, arms, 12)
-    assert (
-        "the step's KL is 20 % larger (" in said and "the gradient's norm is 90 % smaller" in said
-    )
+    assert "the gradient's norm is 90 % smaller (1 in place of 10), without 12 random" in said
     assert "optimizer's moments bound it" in said
+    values.loc["kl"] = [1.0, 0.1, 1.0]
+    assert "moments" not in tokens_verdict(values, arms, 12)
 
 
 def test_effects_predict_what_leaving_tokens_out_does(spiked, tmp_path):
@@ -323,3 +325,27 @@ def test_recorded_effects_are_those_of_the_step_made_again(tiny_policy, tmp_path
     with pytest.raises(SystemExit) as ended:
         main(["tokens", str(config.run_dir), "--by", "effect", "--on", "entropy", "--top", "3"])
     assert ended.value.code == 0
+
+
+def test_probed_effects_are_those_of_the_step_made_again(trl_run, tmp_path):
+    """`probe --rollouts` with the trainer's saved AdamW state against the fork's effects, which are of the whole step."""
+    run, folder = trl_run
+    first = run.updates[run.updates["step"] == 2]["update"].min()
+    done = int((run.updates["step"] < 2).sum())
+    saved = folder / f"checkpoint-{done}"
+    policy = load_policy(PolicySpec(model=str(saved)))
+    (probed,) = probe_trace(run, policy, tmp_path / "out", steps=[2])
+    assert probed.effects == "effects on kl, effects on entropy"
+    tokens = sharpscope.load_run(tmp_path / "out").tokens(steps=[2])
+    own = run.tokens(steps=[2])
+    assert run.updates["clip_factor"].min() < 1  # the trainer clips
+    used = tokens["update"] == first
+    assert used.sum() > 20 and tokens.loc[~used, "effect_kl"].isna().all()
+    for name in ("kl", "entropy"):
+        expected, found = own.loc[used, f"effect_{name}"], tokens.loc[used, f"effect_{name}"]
+        assert expected.notna().all() and expected.abs().max() > 0
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3 * expected.abs().max())
+    bare = shutil.copytree(saved, tmp_path / "bare", ignore=shutil.ignore_patterns("optimizer.pt"))
+    policy = load_policy(PolicySpec(model=str(bare)))
+    (probed,) = probe_trace(run, policy, tmp_path / "again", steps=[2])
+    assert probed.effects.startswith("no effects: --model ") and "no optimizer.pt" in probed.effects
