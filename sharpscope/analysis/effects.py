@@ -64,13 +64,10 @@ def effect_tokens(run: Run, step: int, on: str) -> pd.DataFrame:
 
 def removal_text(run: Run, on: str) -> str:
     """How well effects on an outcome (a key of OUTCOMES, or `failure`) predict what happens without the tokens on a run's policy."""
-    model = (run.config.get("policy") or {}).get("model")
-    known = REMOVAL.get(str(model))
-    if known is None:
-        first, (policy, known) = "Not measured on this model", next(iter(REMOVAL.items()))
-    else:
-        first, policy = "Measured", str(model)
-    found, updates = known["outcomes"][on], known["updates"]
+    model = str((run.config.get("policy") or {}).get("model"))
+    policy = model if model in REMOVAL else next(iter(REMOVAL))
+    first = "Measured" if policy == model else "Not measured on this model"
+    found, updates = REMOVAL[policy]["outcomes"][on], REMOVAL[policy]["updates"]
     said = f"{first}: rank correlation with the change when tokens are left out {found['rank']:.2f} on {policy} ({updates} updates)"
     if "fresh" in found:
         said += f", {found['fresh']:.2f} on other completions, where two measurements agree to {found['ceiling']:.2f}"

@@ -257,7 +257,10 @@ def without_sections(run: Run, name: str) -> list[Section]:
     predictions = predictions_table(pd.DataFrame(settings["predictions"]))
     note_on_effects = PREDICTED
     if settings["by"] == "effect" and where == f"step {step}":
-        note_on_effects = f"{PREDICTED} {prediction_note(run, settings['on'])}"
+        on = settings["on"]
+        # its `heldout` is the expected failure
+        predicts = removal_text(run, "failure" if on == "heldout" else on)
+        note_on_effects = f"{PREDICTED} Effects on {on}. {predicts}"
     said = prediction_sentences(predictions)
     if len(arms) == 3 and arms[2].endswith(" others"):
         said.append(tokens_verdict(values, arms, int(settings["sets"][0].partition(":")[2])))
@@ -306,11 +309,6 @@ def without_sections(run: Run, name: str) -> list[Section]:
     return [*parts, Section("The leading tokens", cells)]
 
 
-def prediction_note(run: Run, on: str) -> str:
-    """How well effects on an outcome of a fork predict, whose `heldout` is the expected failure."""
-    return f"Effects on {on}. {removal_text(run, 'failure' if on == 'heldout' else on)}"
-
-
 def prediction_sentences(predictions: pd.DataFrame) -> list[str]:
     """A sentence for each arm: predicted and measured change of the step's KL."""
     said = []
@@ -357,11 +355,4 @@ def tokens_verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
     kl = values.loc["kl", arms].to_numpy(float)
     if without < MOST * whole and kl[1] > MOST * kl[0]:
         said += " The step is less changed than the gradient: clipping and the optimizer's moments bound it whatever the gradient's size."
-    if "accuracy_greedy" in values.index:
-        after, before = (
-            percent(values.at["accuracy_greedy", arm], 1) for arm in (arms[1], arms[0])
-        )
-        said += (
-            f" Greedy held-out accuracy after the step: {after} without them, {before} with them."
-        )
     return said

@@ -85,14 +85,10 @@ class ComingStep:
             list(gradients)
         ]  # the gradient before each clip and after the last
         for clip in clips:
-            factor = self._factor(clip, self.stages[-1])
+            before = self.stages[-1]
+            factor, chosen = self._factor(clip, before), clip.chosen(before)
             self.stages.append(
-                [
-                    part if part is None or chosen is None else part * factor
-                    for part, chosen in zip(
-                        self.stages[-1], clip.chosen(self.stages[-1]), strict=True
-                    )
-                ]
+                [p if c is None else c * factor for p, c in zip(before, chosen, strict=True)]
             )
         self._groups = {
             id(p): group for group in self.optimizer.param_groups for p in group["params"]
@@ -304,15 +300,12 @@ def step_of_copy(
         UserError: the optimizer cannot be copied, or its step fails.
     """
     optimizer = unwrapped(optimizer)
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [(p, p.grad) for p in held]
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    # gradients are not copied
+    known: dict[int, Part] = {id(gradient): None for gradient in held}
     try:
-        for p in held:
-            p.grad = None  # not to be copied
-        known: dict[int, Tensor] = {}
         copied = copy.deepcopy(optimizer, known)
-        twins: list[Tensor | None] = [known.get(id(p)) for p in parameters]
-        before = [None if twin is None else twin.detach().clone() for twin in twins]
+        twins = [known.get(id(p)) for p in parameters]
         for twin, gradient in zip(twins, gradients, strict=True):
             if twin is not None and gradient is not None:
                 twin.grad = gradient.to(twin)
@@ -323,12 +316,9 @@ def step_of_copy(
             f"optimizer, {type(optimizer).__name__}: its step cannot be made on a copy ({first_line(problem)}), "
             "which effects need"
         ) from problem
-    finally:
-        for p, gradient in kept:
-            p.grad = gradient
     return [
-        None if twin is None or start is None or gradient is None else twin.detach() - start
-        for twin, start, gradient in zip(twins, before, gradients, strict=True)
+        None if twin is None or gradient is None else twin.detach() - p.detach()
+        for twin, p, gradient in zip(twins, parameters, gradients, strict=True)
     ]
 
 
