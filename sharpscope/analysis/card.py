@@ -103,12 +103,12 @@ def draw_course(axis: Axes, run: Run) -> None:
 
 
 def draw_tokens(figure: Figure, run: Run) -> None:
-    """The tokens that moved the model most, blue where made more likely, orange and underlined in words where less."""
+    """The tokens that hold most of a gradient, blue where made more likely, orange and underlined in words where less."""
     tokens = leading_tokens(run, TOKENS)
     if tokens.empty:
         return
     step = tokens["step"].iloc[0]
-    figure.text(0.035, 0.085, f"moved the model at step {step}:", size=11.5, color=GRAY)
+    figure.text(0.035, 0.085, f"most of ‖∇L‖² at step {step}:", size=11.5, color=GRAY)
     x = 0.035
     for token in tokens.to_dict("records"):
         way = token["direction"]

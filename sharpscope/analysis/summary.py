@@ -204,7 +204,7 @@ def leading_step(run: Run) -> int | None:
 
 
 def leading_tokens(run: Run, top: int = 6) -> pd.DataFrame:
-    """token, direction, share, step: the tokens that moved the model most in the run's most informative step."""
+    """token, direction, share, step: the tokens with the largest shares of ‖∇L‖² in the run's most informative step."""
     spike = largest_update(run)
     moved = [] if spike is None else moved_tokens(run, spike.step, top)
     rows = [

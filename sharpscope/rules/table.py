@@ -185,8 +185,7 @@ _RULES = (
         severity=MIXED,
         known="after",
         command=(
-            "tokens {run} --step {step} && sharpscope fork {run} --step {step} --without-tokens "
-            "top:12"
+            "tokens {run} --step {step} && sharpscope fork {run} --step {step} --without top:12"
         ),
         trainings=ALL,
     ),
@@ -200,7 +199,9 @@ _RULES = (
             "times the median gradient norm of the 50 steps before, where its logarithm is above "
             "4 robust standard deviations"
         ),
-        meaning=("a few tokens, often unlikely ones in wrong completions, carry most of an update"),
+        meaning=(
+            "a few tokens hold most of the squared gradient; what they do is another question, which effects answer"
+        ),
         advice=(
             "name the tokens of that step; lower {lr}{lr_value}, clip the gradient norm "
             "({max_grad_norm}), or give such tokens less weight"
@@ -212,8 +213,7 @@ _RULES = (
         severity=MIXED,
         known="after",
         command=(
-            "tokens {run} --step {step} && sharpscope fork {run} --step {step} --without-tokens "
-            "top:12"
+            "tokens {run} --step {step} && sharpscope fork {run} --step {step} --without top:12"
         ),
         trainings=ALL,
     ),
