@@ -23,59 +23,50 @@ CORE = [
     "tests/training/test_learner.py",
     "tests/training/test_loop.py",
 ]
+RECORDERS = ["tests/integrations/test_trl.py", "tests/integrations/test_supervised.py"]
 SUPPORT = ["pytest", "pytest-xdist", "hypothesis"]
 EXTRAS = "peft,accelerate,math,tools"
+NEWEST = ["torch==2.15.0", "transformers==5.24.0", "trl==1.16.0", "peft==0.21.2"]
+PRINT = "import torch, transformers; print(torch.__version__, transformers.__version__)"
 
 
-def _core(session: nox.Session, *pins: str) -> None:
+def _tests(session: nox.Session, pins: list[str], tests: list[str], extras: str = EXTRAS) -> None:
+    """Install sharpscope with `pins` in force and run `tests`, or what follows `--` on nox's command line."""
     session.install(*pins)
-    session.install(f".[{EXTRAS}]", *pins, *SUPPORT)
-    session.run(
-        "python",
-        "-c",
-        "import torch, transformers; print(torch.__version__, transformers.__version__)",
-    )
+    session.install(f".[{extras}]", *pins, *SUPPORT)
+    session.run("python", "-c", PRINT)
     environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run("python", "-m", "pytest", "-n", "0", *(session.posargs or CORE), env=environment)
+    session.run("python", "-m", "pytest", "-n", "0", *(session.posargs or tests), env=environment)
 
 
 @nox.session(python="3.11")
 def low(session: nox.Session) -> None:
     """The lowest versions that pyproject.toml allows."""
-    _core(session, "torch==2.6.0", "transformers==5.3.0")
+    _tests(session, ["torch==2.6.0", "transformers==5.3.0"], CORE)
 
 
 @nox.session(python="3.11")
 def verl(session: nox.Session) -> None:
     """What verl 0.9.1 allows of transformers."""
-    _core(session, "torch==2.13.0", "transformers>=5.5.3,<5.11")
+    _tests(session, ["torch==2.13.0", "transformers>=5.5.3,<5.11"], CORE)
 
 
 @nox.session(python="3.11")
 def verl_recorder(session: nox.Session) -> None:
     """The recorder of verl, which needs an older transformers than the other tests: two processes on CPU."""
-    pins = ("torch==2.13.0", "verl==0.9.1", "transformers>=5.5.3,<5.11")
-    session.install(*pins)
-    session.install(".", *pins, *SUPPORT, "fastapi", "uvicorn", "cachetools")
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    session.run(
-        "python", "-m", "pytest", "-n", "0", "tests/integrations/test_verl.py", env=environment
-    )
+    pins = ["torch==2.13.0", "verl==0.9.1", "transformers>=5.5.3,<5.11"]
+    session.install("fastapi", "uvicorn", "cachetools")
+    _tests(session, pins, ["tests/integrations/test_verl.py"])
 
 
 @nox.session(python="3.11")
-@nox.parametrize("trl", ["1.0.0", "1.16.0"])
-def trl_recorder(session: nox.Session, trl: str) -> None:
-    """The recorders of TRL and transformers with the oldest and the newest TRL; 1.0.0 imports requests and does not ask for it."""
-    pins = ("torch==2.13.0", f"trl=={trl}", "transformers==5.23.0")
-    session.install(*pins, "requests")
-    session.install(".[peft,accelerate]", *pins, *SUPPORT)
-    environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    tests = ("tests/integrations/test_trl.py", "tests/integrations/test_supervised.py")
-    session.run("python", "-m", "pytest", "-n", "0", *tests, env=environment)
+def trl_lowest(session: nox.Session) -> None:
+    """The recorders of TRL and transformers with the oldest TRL, which imports requests and does not ask for it."""
+    session.install("requests")
+    _tests(session, ["torch==2.13.0", "trl==1.0.0", "transformers==5.24.0"], RECORDERS)
 
 
 @nox.session(python=["3.11", "3.12", "3.13"])
 def newest(session: nox.Session) -> None:
-    """The newest versions this release was tried with."""
-    _core(session, "torch==2.13.0", "transformers==5.23.0")
+    """The newest versions this release was tried with, and its recorders."""
+    _tests(session, NEWEST, CORE + RECORDERS, f"{EXTRAS},trl")
