@@ -15,7 +15,7 @@ CORE = [
     "tests/policy/test_forward.py",
     "tests/policy/test_loading.py",
     "tests/policy/test_token_stats.py",
-    "tests/surface/test_hessian.py",
+    "tests/surface/test_curvature.py",
     "tests/surface/test_language_model.py",
     "tests/tokens/test_token_gradients.py",
     "tests/tasks/test_knights_knaves.py",

@@ -7,10 +7,16 @@ from collections.abc import Iterable
 
 LISTED = 30
 """Valid names that a message lists."""
+LONGEST = 1500
+"""Longest message [characters]; of a longer one, which quotes a long value, the middle is left out."""
 
 
 class UserError(Exception):
     """An error that the user can fix. The one-line message gives the field, the value and the fix."""
+
+    def __init__(self, message: str = "") -> None:
+        start, end = message[: LONGEST - 500], message[-500:]
+        super().__init__(message if len(message) <= LONGEST else f"{start} … {end}")
 
 
 class NonFiniteError(UserError):

@@ -46,11 +46,14 @@ def run_values(run: Run) -> pd.DataFrame:
     columns = {name: STEPS[name].factor * known(steps[name]) for name in STEPS if name in steps}
     rounding = {"mismatch": not (columns["mismatch"] > ROUNDED).any()}
     rounding |= dict.fromkeys(("gradient_rotation", "update_rotation"), not rotates(run))
-    by_step = [
-        pd.DataFrame({"step": steps["step"], "quantity": STEPS[name].name, "value": values})
-        for name, values in columns.items()
-        if not rounding.get(name)
-    ]
+    drawn = [name for name in columns if not rounding.get(name)]
+    by_step = pd.DataFrame(
+        {
+            "step": np.tile(steps["step"].to_numpy(), len(drawn)),
+            "quantity": np.repeat([STEPS[name].name for name in drawn], len(steps)),
+            "value": np.concatenate([columns[name] for name in drawn]),
+        }
+    )
     evaluated, sharp = (
         accuracy_values(run),
         sharpness_rows(run).drop_duplicates(["measure", "step"]),
@@ -67,9 +70,9 @@ def run_values(run: Run) -> pd.DataFrame:
         **ends, saturated=known(sharp["saturation"]) > MAX_SATURATION
     )
     parts = [
-        *by_step[:1],
+        by_step[: len(steps)],  # the reward
         shares.assign(step=evaluated["step"], quantity=names),
-        *by_step[1:],
+        by_step[len(steps) :],
         sharp,
     ]
     blank = pd.DataFrame(columns=["step", "quantity", "value", "low", "high", "saturated"])

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,18 +41,18 @@ class LivePage:
     _lock: Lock = field(default_factory=Lock)
 
     def current(self) -> str:
-        """The version of the files: a hash of their names, sizes and times; the page is of it afterwards."""
-        files = sorted(file for path in self.paths for file in path.rglob("*") if _counts(file))
-        facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        version = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-        with self._lock, quiet():
-            if version != self.version:
-                runs = load_runs(list(self.paths))
-                self.html = report_html(
-                    page_of(runs, ", ".join(map(str, self.paths))), {}, live=True
-                )
-                self.version = version
-        return version
+        """The version of the files, whose page is `html` afterwards: a hash of their names, sizes and times.
+
+        Files that vanish, or that can no longer be read, leave the last page as it is.
+        """
+        with self._lock, quiet(), suppress(OSError, UserError):
+            files = sorted(file for path in self.paths for file in path.rglob("*") if _counts(file))
+            facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            version = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+            if files and version != self.version:
+                page = page_of(load_runs(list(self.paths)), ", ".join(map(str, self.paths)))
+                self.html, self.version = report_html(page, {}, live=True), version
+        return self.version
 
 
 def _counts(file: Path) -> bool:
@@ -59,13 +61,7 @@ def _counts(file: Path) -> bool:
 
 
 def server_of(paths: list[Path]) -> tuple[ThreadingHTTPServer, str]:
-    """A server of the live page, not yet running, and its address.
-
-    Raises:
-        UserError: no run is below `paths`.
-    """
-    if not len(load_runs(list(paths))):
-        raise UserError(f"view: no run below {', '.join(map(str, paths))}; give a run's folder")
+    """A server of the live page of the runs below `paths`, not yet running, and its address."""
     page, word = LivePage(paths), secrets.token_urlsafe(16)
 
     class Handler(BaseHTTPRequestHandler):
@@ -105,6 +101,28 @@ def server_of(paths: list[Path]) -> tuple[ThreadingHTTPServer, str]:
     server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
     server.daemon_threads = True
     return server, f"http://{LOOPBACK}:{server.server_port}/{word}/"
+
+
+def wait_for_runs(
+    paths: list[Path],
+    on_wait: Callable[[str], object],
+    *,
+    every: float = 2.0,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Return when a run is below one of `paths`; `on_wait` is told if there is none yet, then it looks every `every` seconds."""
+    if any(_has_run(path) for path in paths):
+        return
+    on_wait(f"waiting for a run below {', '.join(map(str, paths))}; Ctrl-C ends it")
+    while not any(_has_run(path) for path in paths):
+        sleep(every)
+
+
+def _has_run(path: Path) -> bool:
+    """Whether `load_runs` finds a run below `path`."""
+    with quiet(), suppress(UserError):
+        return len(load_runs(path)) > 0
+    return False
 
 
 def serve(paths: list[Path], on_ready: Callable[[str], object]) -> None:

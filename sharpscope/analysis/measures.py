@@ -187,6 +187,14 @@ def sharpness(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> 
     return means.assign(estimated=estimated)
 
 
+@per_run
+def _by_radius(run: Run, quantity: str, functional: str) -> dict[float, pd.DataFrame]:
+    """Radius → `sharpness` by step."""
+    frame = sharpness(run, quantity, functional)
+    return {float(str(rho)): part.droplevel("rho") for rho, part in frame.groupby(level="rho")}
+
+
+@per_run
 def probe_sets(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> frozenset[str]:
     """Names of the probe sets of `probe_rows`; empty where the quantity was not measured."""
     return frozenset(probe_rows(run, quantity, functional)["probe_set"])
@@ -202,13 +210,11 @@ def shared_sharpness(
     """
     if one_set and len({probe_sets(run, quantity, functional) for run in runs}) != 1:
         return None
-    frames = [sharpness(run, quantity, functional) for run in runs]
-    radii = sorted(
-        set.intersection(*(set(frame.index.get_level_values("rho")) for frame in frames))
-    )
+    each = [_by_radius(run, quantity, functional) for run in runs]
+    radii = sorted(set.intersection(*map(set, each)))
     if not radii:
         return None
-    curves = {rho: [pd.DataFrame(frame.xs(rho, level="rho")) for frame in frames] for rho in radii}
+    curves = {rho: [of_run[rho] for of_run in each] for rho in radii}
     free = [
         rho
         for rho in radii
@@ -345,9 +351,10 @@ def accuracy_values(run: Run) -> pd.DataFrame:
         for heat in temperatures(run, split):
             columns = {name: evaluations(run, split, heat, name) for name in EVALUATED}
             rows = run.eval[(run.eval["split"] == split) & (run.eval["temperature"] == heat)]
+            answers = rows.groupby("step")["k"].max().to_dict()
             for step, (accuracy, prompts) in columns["accuracy"].items():
                 row = {name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()}
-                k = int(rows.loc[rows["step"] == step, "k"].max())
+                k = int(answers[step])
                 interval = accuracy_interval(accuracy, row["std_error"], prompts, k)
                 low, high = interval.low, interval.high
                 place = {
@@ -366,6 +373,7 @@ def accuracy_values(run: Run) -> pd.DataFrame:
     return pd.DataFrame(made, columns=names)
 
 
+@per_run
 def sharpness_rows(run: Run) -> pd.DataFrame:
     """The estimates of SHARPNESS that are shown: all parameters, training half of the probe set, converged.
 

@@ -15,6 +15,7 @@ from sharpscope.analysis.measures import (
     by_step,
     clipped_updates,
     evaluations,
+    known,
     probe_rows,
     shared_sharpness,
     temperatures,
@@ -26,7 +27,7 @@ from sharpscope.analysis.statistics import (
     sign_flip_p,
     to_halve,
 )
-from sharpscope.analysis.study import Study, ground_of, last_step, studies
+from sharpscope.analysis.study import Study, ground_of, last_step, per_run, studies
 from sharpscope.analysis.text import sampling
 from sharpscope.traces import MAX_SATURATION, Run
 
@@ -138,22 +139,22 @@ def _compared(
         ):
             found.setdefault(one.quantity, []).append((seed, one))
     for quantity, several in found.items():
-        known = {seed: one for seed, one in several if one.comparable}
+        fit = {seed: one for seed, one in several if one.comparable}
         every = [one for _, one in several]
-        shown = list(known.values()) or every  # the means are those of the pairs that are compared
+        shown = list(fit.values()) or every  # the means are those of the pairs that are compared
         yield {
             **{
                 "baseline": first,
                 "treatment": second,
                 "quantity": quantity,
                 "unit": every[0].unit,
-                "n": len(known),
+                "n": len(fit),
             },
-            "paired_by": "seed" if len(known) > 1 else every[0].by,
+            "paired_by": "seed" if len(fit) > 1 else every[0].by,
             "baseline_value": float(np.mean([one.baseline for one in shown])),
             "treatment_value": float(np.mean([one.treatment for one in shown])),
             "note": "; ".join(dict.fromkeys(one.note for one in every if one.note)),
-            **(_summary(known) if known else {"to_halve": math.nan}),
+            **(_summary(fit) if fit else {"to_halve": math.nan}),
         }
 
 
@@ -195,24 +196,31 @@ def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:
     """Standard error of a pooled share over prompts; binomial over prompts where none is recorded for the column."""
     value, prompts = evaluations(run, split, heat, column)[step]
     name = {"accuracy": "std_error", "pass_at_k": "pass_std_error"}.get(column, "")
-    known = evaluations(run, split, heat, name).get(step)
-    return math.sqrt(value * (1 - value) / prompts) if known is None else known[0]
+    recorded = evaluations(run, split, heat, name).get(step)
+    return math.sqrt(value * (1 - value) / prompts) if recorded is None else recorded[0]
+
+
+@per_run
+def _step_numbers(run: Run) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The steps, and the columns of STEPS as float64."""
+    frame = by_step(run).assign(clipped=clipped_updates(run))
+    return frame.index.to_numpy(), {name: known(frame[name]) for name, *_ in STEPS if name in frame}
 
 
 def _over_steps(first: Run, second: Run) -> Iterator[Difference]:
     horizon = min(last_step(first), last_step(second))
-    a, b = (by_step(run).assign(clipped=clipped_updates(run)) for run in (first, second))
+    (a_steps, a), (b_steps, b) = _step_numbers(first), _step_numbers(second)
+    steps, in_a, in_b = np.intersect1d(a_steps, b_steps, return_indices=True)
     for column, name, unit, better in STEPS:
         if column not in a or column not in b:
             continue
-        both = pd.DataFrame({"a": a[column], "b": b[column]}, dtype=float).dropna()
+        x, y = a[column][in_a], b[column][in_b]
         start = 0 if column == "update_rotation" else 2 * horizon / 3
-        both = both[(both.index > start) & (both.index <= horizon)]
-        if len(both):
-            error = series_mean((both["b"] - both["a"]).to_numpy())[1]
-            yield Difference(
-                name, unit, better, float(both["a"].mean()), float(both["b"].mean()), error, "step"
-            )
+        both = (steps > start) & (steps <= horizon) & ~np.isnan(x) & ~np.isnan(y)
+        if both.any():
+            x, y = x[both], y[both]
+            error = series_mean(y - x)[1]
+            yield Difference(name, unit, better, float(x.mean()), float(y.mean()), error, "step")
 
 
 def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from sharpscope.analysis.text import (
     number,
     percent,
     printable,
+    real,
 )
 from sharpscope.analysis.token_values import (
     entropy_section,
@@ -393,16 +394,28 @@ def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
     difference = float(ends["value"].iloc[1]) - float(ends["value"].iloc[0])
     if not ends["probe_set"].any():
         return difference, Z * math.hypot(*ends["prompt_std_error"].astype(float))
-    keys = ["step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
-    values = run.probe_prompts.merge(ends[keys].drop_duplicates(), on=keys)
     first, last = (
-        values[values["step"] == step].drop_duplicates("prompt").set_index("prompt")["value"]
-        for step in ends["step"]
+        _prompt_values(run).get(_estimate_key(row), {}) for row in ends.to_dict("records")
     )
-    if len(first) < 2 or set(first.index) != set(last.index):
+    if len(first) < 2 or set(first) != set(last):
         return difference, math.nan
-    each = known(last - first)
+    each = np.array([last[prompt] - first[prompt] for prompt in first])
     return difference, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
+
+
+def _estimate_key(row: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """What tells an estimate of the probes from another."""
+    names = ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed")
+    return tuple(None if pd.isna(row[name]) else row[name] for name in names)
+
+
+@per_run
+def _prompt_values(run: Run) -> dict[tuple[Any, ...], dict[Any, float]]:
+    """Estimate → prompt → its first value."""
+    found: dict[tuple[Any, ...], dict[Any, float]] = {}
+    for row in run.probe_prompts.to_dict("records"):
+        found.setdefault(_estimate_key(row), {}).setdefault(row["prompt"], real(row["value"]))
+    return found
 
 
 # -- One run -------------------------------------------------------------------------------------------------------------

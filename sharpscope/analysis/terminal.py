@@ -25,7 +25,8 @@ from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, recorded_steps, sample_text
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces import Run, Runs, load_run, load_runs
+from sharpscope.traces import RUN_FILE, Run, Runs, load_run, load_runs
+from sharpscope.traces.parts import is_pack
 
 SHARE = "attribution"
 TOKEN_COLUMNS = (
@@ -133,7 +134,18 @@ def watch(
     every: float = 2.0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Show a run and refresh the view every `every` seconds until the run ends (on a pipe, then); returns its last status."""
+    """Show a run and refresh the view every `every` seconds until the run ends (on a pipe, then); returns its last status.
+
+    A run that does not exist yet is waited for.
+
+    Raises:
+        UserError: the run cannot be read, or its folder was removed.
+    """
+    folder = Path(path)
+    if not (folder / RUN_FILE).exists() and not any(map(is_pack, folder.parents)):
+        console.print(Text(f"waiting for {printable(folder)} to begin; Ctrl-C ends it"))
+        while not (folder / RUN_FILE).exists():
+            sleep(every)
     with quiet():  # the view says which parts are set aside
         run = load_run(path)
         with Live(
@@ -141,6 +153,8 @@ def watch(
         ) as live:
             while run.status == GOING_ON:
                 sleep(every)
+                if not folder.exists():
+                    raise UserError(f"run: {folder} was removed while it was watched")
                 run = load_run(path)
                 live.update(show(run), refresh=True)
     console.print(Text(f"{printable(run.name)}: {run.status} after {last_step(run)} steps"))

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.spikes import NOT_RECORDED, SPIKE_Z, Spike, notable_steps
+from sharpscope.analysis.spikes import (
+    NOT_RECORDED,
+    SPIKE_Z,
+    Spike,
+    gradient_scores,
+    notable_steps,
+)
 from sharpscope.analysis.study import ground_of
 from sharpscope.analysis.text import short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
@@ -80,7 +89,11 @@ def token_view(
                 f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file."
             )
         completions += taken
-    if absent := [name for name in runs if name not in choices]:
+    others = [name for name in runs if name not in choices]
+    absent = [name for name in others if not runs[name].rows("rollouts")]
+    if len(others) > len(absent):
+        notes.append(f"{len(others) - len(absent)} more runs are not shown here, see the rule.")
+    if absent:
         why = "no completions were recorded (recording.rollouts_every), or they were not kept when the runs were reduced"
         notes.append(f"{', '.join(absent[:4])}{' …' * (len(absent) > 4)}: {why}.")
     return {
@@ -153,9 +166,15 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
     ids = [int(token) for token in tokens["token_id"]]
     texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
     kept = tokens.head(MOST_TOKENS)
-    told = {name: column for name, column in COLUMNS.items() if _tells(name, kept)}
+    recorded = {
+        name: kept[column].to_numpy(dtype=float, na_value=math.nan)
+        for name, column in COLUMNS.items()
+        if column in kept
+    }
     numbers = {
-        name: [short(value, DIGITS) for value in kept[column]] for name, column in told.items()
+        name: [short(value, DIGITS) for value in values]
+        for name, values in recorded.items()
+        if _tells(name, values)
     }
     body: dict[str, Any] = {"c": numbers}
     positions = [int(position) for position in kept["position"]]
@@ -169,15 +188,13 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
     return body, [shown(_cut(text)) for text in texts[:MOST_TOKENS]]
 
 
-def _tells(name: str, tokens: pd.DataFrame) -> bool:
-    """Whether a column of the page says something of these tokens: recorded, no rounding, and not as good as not there."""
-    values = pd.to_numeric(
-        tokens.get(COLUMNS[name], pd.Series(dtype=float)), errors="coerce"
-    ).dropna()
+def _tells(name: str, values: np.ndarray) -> bool:
+    """Whether the values (tokens,) of a column say something: recorded, no rounding, and not as good as not there."""
+    there = values[~np.isnan(values)]
     if name == "adv":  # one number of the completion, if it is not each token's own
-        return bool(values.nunique() > 1)
+        return len(np.unique(there)) > 1
     usual = CONSTANT.get(name)
-    return len(values) > 0 and (usual is None or bool(((values - usual).abs() > ROUNDING).any()))
+    return len(there) > 0 and (usual is None or bool((np.abs(there - usual) > ROUNDING).any()))
 
 
 def _cut(text: object) -> str:
@@ -198,13 +215,15 @@ GROUP = 16
 """Completions of a prompt that are taken, at most."""
 FEW = 4
 """Runs up to which every step is represented."""
+MOST_RUNS = 24
+"""Runs whose completions are shown, at most."""
 
 RULE = (
     f"Which completions are here: always all that answer a prompt at a step (at most {GROUP}). Of each run, for its spikes of the "
     f"gradient norm (at most {SPIKES}, the largest; without a spike, its largest gradient with attribution) the {SPIKE_PROMPTS} "
     "prompts of the largest shares; those prompts from every other run that was asked them at that step; then the prompt of the "
     f"largest token of the last and the first step, and of up to {FEW} runs of every other step, evenly spread; in this order until "
-    "the run's part of the file is full."
+    f"the run's part of the file is full. Of more than {MOST_RUNS} runs, those of the largest spikes, from each method in turn."
 )
 
 
@@ -219,27 +238,56 @@ class Choice:
     wanted: dict[tuple[int, int], str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
 
+    @cached_property
+    def ground(self) -> str:
+        """Only runs with equal grounds are compared."""
+        return ground_of(self.run)
+
+    @cached_property
+    def by_step(self) -> dict[int, pd.DataFrame]:
+        """Step → `group` and `prompt` of its completions by `rollout`, ascending."""
+        rows = self.run.rollouts[["step", "rollout", "group", "prompt"]]
+        rows = rows.sort_values("rollout").set_index("rollout")
+        return {int(str(step)): part for step, part in rows.groupby("step")}
+
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
         """Take the completions of the prompts of `rollouts` that were not taken yet."""
-        rows = (
-            self.run.rollouts[self.run.rollouts["step"] == step]
-            .sort_values("rollout")
-            .set_index("rollout")
-        )
+        if step not in self.by_step:
+            return
+        groups = self.by_step[step]["group"]
         for rollout in rollouts:
-            group = rows["group"].get(rollout)
-            same = (
-                rows.index[rows["group"] == group]
-                if pd.notna(group)
-                else rows.index[rows.index == rollout]
-            )
+            group = groups.get(rollout)
+            known = pd.notna(group)
+            same = groups.index[groups == group if known else groups.index == rollout]
             for one in same[:GROUP]:
                 self.wanted.setdefault((int(step), int(one)), why)
 
 
+def runs_shown(runs: Mapping[str, Run]) -> dict[str, Run]:
+    """The runs with completions; of more than MOST_RUNS those of the largest spikes, from each method in turn."""
+    there = {name: run for name, run in runs.items() if run.rows("rollouts")}
+    if len(there) <= MOST_RUNS:
+        return there
+    methods: dict[str, int] = {}
+    places = []
+    for name in sorted(there, key=lambda name: -_largest_spike(there[name])):
+        turn = methods.setdefault(there[name].method, 0)
+        methods[there[name].method] += 1
+        places.append((turn, len(places), name))
+    chosen = {name for _, _, name in sorted(places)[:MOST_RUNS]}
+    return {name: run for name, run in there.items() if name in chosen}
+
+
+def _largest_spike(run: Run) -> float:
+    """How many times the typical gradient the largest spike of a run is; 0 without one."""
+    scores = gradient_scores(run)
+    spikes = scores[scores["z"] >= SPIKE_Z]
+    return float((spikes["grad_norm"] / spikes["typical"]).max()) if len(spikes) else 0.0
+
+
 def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
-    choices = {name: Choice(run) for name, run in runs.items() if len(run.rollouts)}
+    choices = {name: Choice(run) for name, run in runs_shown(runs).items()}
     for name, choice in choices.items():
         found = sorted(notable_steps(choice.run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
         choice.spikes = sorted(found, key=lambda one: one.step)
@@ -269,16 +317,17 @@ def of_step(run: Run, step: int) -> dict[str, Choice]:
 def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
     choice, what = choices[name], "spike" if spike.z >= SPIKE_Z else "largest gradient"
-    asked = choice.run.rollouts[choice.run.rollouts["step"] == spike.step].set_index("rollout")
     leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()  # type: ignore[var-annotated]
+    asked = choice.by_step.get(spike.step, pd.DataFrame(columns=["group", "prompt"]))
     held = asked.reindex(leading).dropna(how="all")["prompt"]
     taken = held.fillna(pd.Series(held.index, held.index)).drop_duplicates()[:SPIKE_PROMPTS]
     choice.add(spike.step, map(int, taken.index), what)
     for other_name, other in choices.items():
-        if other_name != name and ground_of(other.run) == ground_of(choice.run):
-            rows = other.run.rollouts[other.run.rollouts["step"] == spike.step]
-            same = rows[rows["prompt"].isin(taken)].drop_duplicates("prompt")["rollout"]
-            other.add(spike.step, same, f"prompt of the {what} of {name}")
+        there = other.by_step.get(spike.step)
+        if other_name == name or there is None or other.ground != choice.ground:
+            continue
+        same = there[there["prompt"].isin(taken)].drop_duplicates("prompt").index
+        other.add(spike.step, same, f"prompt of the {what} of {name}")
 
 
 def _spread(steps: list[int]) -> list[int]:

@@ -189,7 +189,7 @@ def view(
     if not live:
         analyze(runs, open_=open_)
         return
-    from sharpscope.analysis.live import serve
+    from sharpscope.analysis.live import serve, wait_for_runs
 
     def ready(address: str) -> None:
         """Say where the page is."""
@@ -198,6 +198,7 @@ def view(
             typer.launch(address)
 
     try:
+        wait_for_runs(list(runs), typer.echo)
         serve(list(runs), ready)
     except KeyboardInterrupt:
         typer.echo("no longer live; the run continues")

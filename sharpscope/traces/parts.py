@@ -33,7 +33,7 @@ from sharpscope.traces.schema import (
     Column,
     arrow_schema,
 )
-from sharpscope.untrusted import UnreadableError, bound, check_regular, too_large
+from sharpscope.untrusted import UnreadableError, bound, check_regular, too_large, valid_text
 
 if TYPE_CHECKING:
     from sharpscope.traces.reader import Run
@@ -449,10 +449,9 @@ def _array(label: str, column: Column, value: Any) -> pa.Array:
 def _plain(item: Any) -> Any:
     """One value as a number, a text that UTF-8 can encode, or of a mapping of numbers a JSON object."""
     if isinstance(item, str):
-        # "\ud800" in a JSON file is half a character
-        return item.encode("utf-8", "replace").decode("utf-8")
+        return valid_text(item)
     if isinstance(item, Mapping):
-        numbers = {str(key): float(number) for key, number in item.items()}
+        numbers = {valid_text(str(key)): float(number) for key, number in item.items()}
         return json.dumps(
             {k: v if math.isfinite(v) else None for k, v in numbers.items()}, ensure_ascii=False
         )

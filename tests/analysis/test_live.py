@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import shutil
 import threading
 from html import unescape
 from urllib.parse import urlsplit
 
 import pytest
 
-from sharpscope.analysis.live import LivePage, server_of
-from sharpscope.errors import UserError
-from sharpscope.traces import TraceWriter
+from sharpscope.analysis.live import LivePage, server_of, wait_for_runs
+from sharpscope.traces import TraceWriter, rewind
 from tests.analysis.conftest import write_report_run
-from tests.traces.synthetic import rows
+from tests.traces.synthetic import new_run, rows
 
 
 @pytest.fixture
@@ -73,10 +73,31 @@ def test_a_new_step_is_a_new_version_and_a_page_with_it(live):
     assert '"x":[1,2,3,4]' in ask(place, place.path)[1]
 
 
-def test_a_folder_without_runs_says_so(tmp_path):
-    with pytest.raises(UserError, match="view: no run below"):
-        server_of([tmp_path])
-    assert LivePage([tmp_path]).version == ""
+def test_a_run_may_appear_grow_be_resumed_and_vanish_while_its_page_is_live(tmp_path):
+    folder, said = tmp_path / "run", []
+
+    def sleep(_):
+        assert not LivePage([folder]).current()
+        new_run(folder)
+
+    wait_for_runs([folder], said.append, sleep=sleep)
+    assert said == [f"waiting for a run below {folder}; Ctrl-C ends it"]
+    wait_for_runs([folder], pytest.fail)  # it is there
+    page, versions = LivePage([folder]), []
+    versions.append(page.current())
+    for steps in ((1, 2), (3,)):
+        with TraceWriter(folder) as writer:
+            for step in steps:
+                writer.append("steps", rows("steps", step, 1) | {"reward_mean": 0.1 * step})
+        versions.append(page.current())
+    assert '"x":[1,2,3]' in page.html
+    rewind(folder, 2)
+    versions.append(page.current())
+    assert '"x":[1,2]' in page.html and '"x":[1,2,3]' not in page.html
+    assert all(versions) and len(set(versions[:3])) == 3 and versions[3] == versions[1]
+    last = page.html
+    shutil.rmtree(folder)
+    assert page.current() == versions[-1] and page.html == last
 
 
 def test_the_page_takes_over_what_is_new(chromium, live):

@@ -400,13 +400,24 @@ def test_a_run_that_is_watched_may_change_in_every_way(sound, tmp_path, change):
 
     console = Console(file=io.StringIO())
     if change == "vanishes":
-        with pytest.raises(UserError, match=r"has no run\.json"):
+        with pytest.raises(UserError, match="was removed while it was watched"):
             watch(run, console, sleep=sleep)
     else:
         assert watch(run, console, sleep=sleep) == "finished"
         assert seen_rows == ([2, 3] if change == "grows" else [2, 1])
-    with pytest.raises(UserError, match=r"has no run\.json"):
-        watch(tmp_path / "not-yet", console)
+
+
+def test_a_run_that_is_watched_may_not_exist_yet(sound, tmp_path):
+    run, console, waited = tmp_path / "runs/run", Console(file=io.StringIO()), []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        if len(waited) == 2:
+            shutil.copytree(sound, run)
+
+    assert watch(run, console, sleep=sleep) == "finished"
+    assert len(waited) == 2
+    assert f"waiting for {run} to begin" in console.file.getvalue().replace("\n", "")
 
 
 def test_a_reader_beside_a_writer_sees_whole_steps_only(tmp_path):

@@ -136,7 +136,7 @@ def test_text_without_utf8_and_parts_that_are_not_finite_survive(tmp_path):
     with TraceWriter(run) as writer:
         writer.append("rollouts", rows("rollouts", 1) | changes)
     frame = load_run(run).rollouts
-    assert frame["completion"].tolist() == ["?x", "[bold]", "\x1b[31m", "ok"]
+    assert frame["completion"].tolist() == ["\ufffdx", "[bold]", "\x1b[31m", "ok"]
     assert json.loads(frame["reward_parts"][0]) == {"a": None}
 
 
