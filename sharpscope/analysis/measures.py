@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -133,6 +132,13 @@ def gap(run: Run, step: int) -> float | None:
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 
+PROBED = (
+    *("step", "probe_set", "functional", "parameters", "quantity"),
+    *("value", "rho", "converged", "ceiling"),
+)
+"""Columns of `probe_rows`."""
+
+
 @per_run
 def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.DataFrame:
     """Rows (step, value, rho, …) of the probes table for one quantity, on the probe set whose name contains `train`.
@@ -140,22 +146,17 @@ def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.Data
     Where no set's name contains it, all rows are taken if there is only one set. Rows without a value, and iterations that
     did not converge, are left out; of parameter groups only `all` counts.
     """
-    columns = [
-        *("step", "probe_set", "functional", "parameters", "quantity"),
-        "value",
-        "rho",
-        "converged",
-        "ceiling",
-    ]
-    rows = run.probes.reindex(columns=columns)
-    rows = rows[rows["quantity"].eq(quantity) & rows["functional"].eq(functional)]
-    rows = rows[rows["value"].notna() & ~rows["converged"].eq(False)]
+    rows = run.probes
+    kept = rows["quantity"].eq(quantity) & rows["functional"].eq(functional)
+    kept &= rows["value"].notna() & ~rows["converged"].eq(False)
+    rows = rows.loc[kept, list(PROBED)]
     whole = rows["parameters"] == "all"
     rows = rows[whole] if whole.any() else rows
-    named = rows["probe_set"].fillna("").astype(str).str.contains("train", regex=False)
+    sets = rows["probe_set"]
+    named = sets.isin([name for name in sets.unique() if "train" in str(name)])
     if named.any():
         return rows[named]
-    return rows if rows["probe_set"].nunique() == 1 else rows.iloc[:0]
+    return rows if sets.nunique() == 1 else rows.iloc[:0]
 
 
 @per_run
@@ -347,14 +348,13 @@ def rotates(run: Run) -> bool:
 def accuracy_values(run: Run) -> pd.DataFrame:
     """step, split, temperature, prompts, k, EVALUATED, and low, high, half (longer arm) of the interval over prompts (Wilson); levels pooled."""
     made = []
+    answers = run.eval.groupby(["split", "temperature", "step"])["k"].max().to_dict()
     for split in sorted(set(run.eval["split"]), key=lambda name: (name != "heldout", name)):
         for heat in temperatures(run, split):
             columns = {name: evaluations(run, split, heat, name) for name in EVALUATED}
-            rows = run.eval[(run.eval["split"] == split) & (run.eval["temperature"] == heat)]
-            answers = rows.groupby("step")["k"].max().to_dict()
             for step, (accuracy, prompts) in columns["accuracy"].items():
                 row = {name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()}
-                k = int(answers[step])
+                k = int(answers[split, heat, step])
                 interval = accuracy_interval(accuracy, row["std_error"], prompts, k)
                 low, high = interval.low, interval.high
                 place = {
@@ -371,6 +371,13 @@ def accuracy_values(run: Run) -> pd.DataFrame:
                 )
     names = ["step", "split", "temperature", "prompts", "k", *EVALUATED, "low", "high", "half"]
     return pd.DataFrame(made, columns=names)
+
+
+@per_run
+def _saturations(run: Run, functional: str) -> dict[tuple[int, float], float]:
+    """(step, radius) → saturation of the SAM sharpness."""
+    saturation = sharpness(run, "sam", functional)["saturation"]
+    return dict(zip(saturation.index.tolist(), saturation.tolist(), strict=True))
 
 
 @per_run
@@ -394,11 +401,7 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
         )
         has_radius = row["rho"] is not None and math.isfinite(row["rho"])
         measures.append(name + (f", radius {row['rho']:.3g}" if has_radius else ""))
-        table: Any = (
-            sharpness(run, row["quantity"], row["functional"])["saturation"]
-            if row["quantity"] == "sam"
-            else {}
-        )
+        table = _saturations(run, row["functional"]) if row["quantity"] == "sam" else {}
         saturation.append(
             table.get((row["step"], float(f"{row['rho']:.9g}")), math.nan)
             if has_radius

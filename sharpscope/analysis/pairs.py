@@ -203,8 +203,10 @@ def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:
 @per_run
 def _step_numbers(run: Run) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The steps, and the columns of STEPS as float64."""
-    frame = by_step(run).assign(clipped=clipped_updates(run))
-    return frame.index.to_numpy(), {name: known(frame[name]) for name, *_ in STEPS if name in frame}
+    frame = by_step(run)
+    values = {name: known(frame[name]) for name, *_ in STEPS if name in frame}
+    clipped = known(clipped_updates(run).reindex(frame.index))
+    return frame.index.to_numpy(), values | {"clipped": clipped}
 
 
 def _over_steps(first: Run, second: Run) -> Iterator[Difference]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,7 +44,6 @@ from sharpscope.analysis.text import (
     number,
     percent,
     printable,
-    real,
 )
 from sharpscope.analysis.token_values import (
     entropy_section,
@@ -395,7 +394,7 @@ def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
     if not ends["probe_set"].any():
         return difference, Z * math.hypot(*ends["prompt_std_error"].astype(float))
     first, last = (
-        _prompt_values(run).get(_estimate_key(row), {}) for row in ends.to_dict("records")
+        _prompt_values(run).get(key, {}) for key in zip(*_estimate_keys(ends), strict=True)
     )
     if len(first) < 2 or set(first) != set(last):
         return difference, math.nan
@@ -403,18 +402,20 @@ def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
     return difference, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
 
 
-def _estimate_key(row: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """What tells an estimate of the probes from another."""
-    names = ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed")
-    return tuple(None if pd.isna(row[name]) else row[name] for name in names)
+def _estimate_keys(rows: pd.DataFrame) -> Iterator[list[Any]]:
+    """The columns that tell an estimate of the probes from another; None for what is null."""
+    for name in ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"):
+        yield [None if pd.isna(value) else value for value in rows[name].tolist()]
 
 
 @per_run
 def _prompt_values(run: Run) -> dict[tuple[Any, ...], dict[Any, float]]:
     """Estimate → prompt → its first value."""
     found: dict[tuple[Any, ...], dict[Any, float]] = {}
-    for row in run.probe_prompts.to_dict("records"):
-        found.setdefault(_estimate_key(row), {}).setdefault(row["prompt"], real(row["value"]))
+    rows = run.probe_prompts
+    keys = zip(*_estimate_keys(rows), strict=True)
+    for key, prompt, value in zip(keys, rows["prompt"], known(rows["value"]), strict=True):
+        found.setdefault(key, {}).setdefault(prompt, float(value))
     return found
 
 

@@ -42,7 +42,9 @@ _NUMBER = re.compile(r"[-+−]?[\d.,]+(?:e[-+]?\d+)?(?: ± [\d.]+(?:e[-+]?\d+)?)
 
 def csv_text(table: pd.DataFrame) -> str:
     """A table as CSV, in which `cat` shows no control character and a spreadsheet runs no cell."""
-    clean = table.map(lambda value: _cell(value) if isinstance(value, str) else value)
+    clean = table.copy()
+    for name in table.select_dtypes(exclude="number"):
+        clean[name] = table[name].map(lambda text: _cell(text) if isinstance(text, str) else text)
     return clean.rename(columns=lambda name: _cell(str(name))).to_csv(index=False)
 
 

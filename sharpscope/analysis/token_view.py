@@ -268,14 +268,13 @@ def runs_shown(runs: Mapping[str, Run]) -> dict[str, Run]:
     there = {name: run for name, run in runs.items() if run.rows("rollouts")}
     if len(there) <= MOST_RUNS:
         return there
-    methods: dict[str, int] = {}
-    places = []
-    for name in sorted(there, key=lambda name: -_largest_spike(there[name])):
-        turn = methods.setdefault(there[name].method, 0)
-        methods[there[name].method] += 1
-        places.append((turn, len(places), name))
-    chosen = {name for _, _, name in sorted(places)[:MOST_RUNS]}
-    return {name: run for name, run in there.items() if name in chosen}
+    largest = pd.DataFrame(
+        {"method": run.method, "spike": _largest_spike(run)} for run in there.values()
+    )
+    ordered = largest.sort_values("spike", ascending=False, kind="stable")
+    turn = ordered.groupby("method").cumcount().sort_values(kind="stable")
+    chosen = set(turn.index[:MOST_RUNS])
+    return {name: run for number, (name, run) in enumerate(there.items()) if number in chosen}
 
 
 def _largest_spike(run: Run) -> float:

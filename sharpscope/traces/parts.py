@@ -136,7 +136,7 @@ class _Footer:
     texts: tuple[str, ...]  # columns of texts
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=256)  # one takes up to half a megabyte
 def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
     """The checked footer of a table's file."""
     try:

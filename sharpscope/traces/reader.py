@@ -96,7 +96,7 @@ class _Tables:
 class Run(_Tables):
     """One recorded run. Data frames are read at first access and cached, except `tokens`, which is read at each call.
 
-    A run may be written or resumed while it is read: each read lists its files again; those known are not opened again.
+    A run may be written or resumed while it is read: each read lists its files again.
 
     Attributes:
         path: folder of the run; for a run in a packed data set, the set's folder and the run's name.

@@ -8,18 +8,19 @@ import json
 import re
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from sharpscope.analysis import analyze
 from sharpscope.analysis.headline import moved_tokens
 from sharpscope.analysis.output import script_json
-from sharpscope.analysis.text import shown
+from sharpscope.analysis.text import csv_text, shown
 from sharpscope.analysis.token_view import DIGITS, token_view
 from sharpscope.traces import TraceWriter, load_run, load_runs
 from sharpscope.traces.reader import pieces
 from tests.analysis.conftest import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file, write_report_run
 from tests.faults.test_untrusted import Elements
-from tests.traces.synthetic import rows
+from tests.traces.synthetic import new_run, rows
 
 
 def elements(text: str) -> list[tuple[str, dict[str, str | None]]]:
@@ -178,3 +179,26 @@ def test_the_budget_cuts_and_says_so(made):
     assert len(json.dumps({k: small[k] for k in ("completions", "pieces", "prompts")})) < 60_000
     used = {i for c in small["completions"] for i in c["t"]}
     assert used == set(range(len(small["pieces"])))
+
+
+def test_of_many_runs_the_largest_spikes_of_each_method_are_shown(tmp_path, monkeypatch):
+    spikes = {"a": ("grpo", 2.0), "b": ("grpo", 9.0), "c": ("grpo", 5.0), "d": ("gspo", 1.0)}
+    for name, (method, times) in spikes.items():
+        run = new_run(tmp_path / name, method=method, name=name)
+        with TraceWriter(run) as writer:
+            for step in range(1, 14):
+                norm = times if step == 13 else 1.0 + 0.01 * (step % 3)
+                writer.append("steps", rows("steps", step, 1) | {"grad_norm": norm})
+                writer.append("rollouts", rows("rollouts", step, 2) | {"rollout": [0, 1]})
+    runs = load_runs(tmp_path).by_name
+    monkeypatch.setattr("sharpscope.analysis.token_view.MOST_RUNS", 3)
+    view = token_view(runs)
+    assert view["runs"] == ["b", "c", "d"]  # b, then d of the other method, then c
+    assert view["notes"][-1] == "1 more runs are not shown here, see the rule."
+    monkeypatch.setattr("sharpscope.analysis.token_view.MOST_RUNS", 4)
+    assert token_view(runs)["runs"] == ["a", "b", "c", "d"]
+
+
+def test_a_table_as_csv_escapes_texts_and_keeps_numbers():
+    table = pd.DataFrame({"text": ["=1+1", None], 3: [0.5, float("nan")], "mixed": ["-x", 2]})
+    assert csv_text(table) == "text,3,mixed\n'=1+1,0.5,'-x\n,,2\n"

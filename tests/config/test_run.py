@@ -314,3 +314,11 @@ def test_the_presets_have_the_published_settings():
 def test_a_number_without_bound_is_refused(field, value):
     with pytest.raises(UserError, match=field.rpartition(".")[2]):
         build_config(values={field: value})
+
+
+def test_a_message_quotes_the_start_and_the_end_of_a_long_value():
+    with pytest.raises(UserError) as refused:
+        build_config(values={"method": "x" * 5000})
+    message = str(refused.value)
+    assert len(message) < 1600 and message.startswith("method = 'xxx") and "x … x" in message
+    assert str(UserError("short")) == "short"

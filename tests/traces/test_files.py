@@ -484,3 +484,10 @@ def test_the_estimates_are_of_the_divergence_from_sampler_to_trainer():
     assert (mu * found["k1"]).sum() == pytest.approx(kl) and (
         mu * found["k3"]
     ).sum() == pytest.approx(kl)
+
+
+def test_half_characters_in_the_names_of_reward_parts_are_replaced(tmp_path):
+    run = new_run(tmp_path / "run")
+    with TraceWriter(run) as writer:
+        writer.append("rollouts", rows("rollouts", 1, 1) | {"reward_parts": [{"a\ud800": 2.0}]})
+    assert json.loads(load_run(run).rollouts["reward_parts"][0]) == {"a\ufffd": 2.0}
