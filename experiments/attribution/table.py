@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy.stats import spearmanr
 
 import sharpscope
 
@@ -34,7 +35,8 @@ INTRODUCTION = """# Which score of tokens predicts what an update does without t
 `python -m experiments.attribution` (see [the definition](../../docs/explanations/effects.md)). Plain GRPO on the embedded policies; of each
 measured update, sets of tokens are left out, the update is made again, and the change of each outcome is compared with −Σ score over the
 set: rank correlation (Spearman) within the update, mean over the updates ± half of a 95 % interval over them. AdamW's first step is left
-out. Sets: random tenths of the tokens, single prompts, random tenths of the completions, single tokens.
+out. Sets: random tenths of the tokens, single prompts, random tenths of the completions, single tokens; fewer of them, and fewer prompts,
+in Knights and Knaves, in two updates a step and in whatever was measured with `--quick`. SmolLM2 was not measured here.
 """
 INDEPENDENT = """
 On completions that neither the score nor the update has seen (of the same prompts), with the agreement of two such measurements:
@@ -85,7 +87,65 @@ def report(here: Path, tasks: list[str]) -> None:
         rows = measured(here, task)
         for setting in dict.fromkeys(row["setting"] for row in rows):
             parts += _setting(task, setting, [row for row in rows if row["setting"] == setting])
+    parts += _single(measured(here, "single")) + _several(measured(here, "several"))
     (here / "RESULTS.md").write_text("\n".join(parts), encoding="utf-8")
+
+
+SINGLE = """
+## Single tokens
+
+`python -m experiments.attribution.single`: {tokens} random tokens of each of {count} updates of `math` (steps {steps}), the run in float64.
+Rank correlation of −E_t with the change per part if a hundredth of the token is left out (*tiny*), with the optimizer's own change along q
+(*step*), with the change of the outcome in float64 (*exact*) and in float32. In float64 first order is exact enough; what single tokens lack
+above is float32, whose rounding is larger than what most tokens do.
+
+| outcome | tiny | step | exact | float32 | median change | median error of float32 |
+|---|---|---|---|---|---|---|"""
+
+
+def _single(rows: list[dict]) -> list[str]:
+    """Why single tokens are predicted less well; means over the updates."""
+    if not rows:
+        return []
+    steps = ", ".join(str(row["step"]) for row in rows)
+    parts = [SINGLE.format(tokens=24, count=len(rows), steps=steps)]
+    for outcome in [name for name in rows[0] if name != "step"]:
+        means = pd.DataFrame([row[outcome] for row in rows]).mean()
+        ranks = " | ".join(f"{value:.2f}" for value in means.iloc[:4])
+        sizes = " | ".join(f"{value:.1e}" for value in means.iloc[4:])
+        parts.append(f"| {outcome} | {ranks} | {sizes} |")
+    return parts
+
+
+SEVERAL = """
+## Over several steps
+
+`python -m experiments.attribution.several`: one prompt left out of a run of {steps} steps of `math` with 16 prompts a step, {count} prompts of
+{seeds} seeds, from step 2 on. Rank correlation (and slope) of the change at the run's end with the sum of the tokens' effects, q at the end:
+through their own step alone, and with what AdamW's moments carry to later steps. *Kept*: the later steps have the whole run's completions;
+*again*: the changed policy draws them with the run's own seeds.
+
+| outcome at the end | kept: own step | kept: with the momentum | again: own step | again: with the momentum | kept against again |
+|---|---|---|---|---|---|"""
+
+
+def _several(rows: list[dict]) -> list[str]:
+    """Effects over several steps, over all prompts together."""
+    if not rows:
+        return []
+    seeds = len({row["seed"] for row in rows})
+    parts = [SEVERAL.format(steps=rows[0]["steps"], count=len(rows), seeds=seeds)]
+    for outcome in ("kl", "sharpness", "failure", "heldout"):
+        truth = {t: np.array([row[t][outcome] for row in rows]) for t in ("kept", "again")}
+        cells = []
+        for true in truth.values():
+            for score in ("sum", "momentum"):
+                predicted = np.array([row["predicted"][score][outcome] for row in rows])
+                slope = predicted @ true / (predicted @ predicted)
+                cells.append(f"{spearmanr(predicted, true).statistic:.2f} ({slope:.1f})")
+        cells.append(f"{spearmanr(truth['kept'], truth['again']).statistic:.2f}")
+        parts.append(f"| {outcome} | " + " | ".join(cells) + " |")
+    return parts
 
 
 def _setting(task: str, setting: str, rows: list[dict]) -> list[str]:
