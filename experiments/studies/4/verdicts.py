@@ -32,6 +32,8 @@ Groups = Sequence[np.ndarray]
 
 def half_width(groups: Groups, level: float) -> float:
     """Half of the t-interval of the mean of groups' means, with Welch's degrees of freedom."""
+    if min(map(len, groups)) < 2:
+        return math.nan
     parts = [np.var(group, ddof=1) / len(group) for group in groups]
     total = sum(parts)
     if total == 0:
