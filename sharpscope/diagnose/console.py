@@ -5,13 +5,17 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from sharpscope.diagnose.names import by_words, is_evaluation
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.text import plain
+from sharpscope.rules.measures import Flags
 
 BAR_KEY = "progress bar"
 """Key under which a row has the step that the progress bar showed."""
@@ -45,25 +49,37 @@ _STEPS = frozenset({"step", "global_step", "global_step/max_steps", "current_ste
 class _Printed:
     """The rows of one way to print them, and where each stands among the progress bars."""
 
-    rows: list[dict[str, object]] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)  # bars that were printed before the row
+    table: Table = field(default_factory=Table)
+    # bars that were printed before each row
+    places: array[int] = field(default_factory=lambda: array("I"))
 
-    def add(self, row: dict[str, object], bars: int) -> None:
+    def add(self, row: Mapping[str, object], bars: int) -> None:
         """Append a row that was printed after `bars` progress bars."""
-        self.rows.append(row)
+        self.table.add(row)
         self.places.append(bars)
 
     def known(self) -> int:
         """Values whose key names a quantity; the learning rate, which settings have too, is not counted."""
-        keys = Counter(key for row in self.rows for key in row)
-        return sum(count for key, count in keys.items() if by_words(key) not in (None, "lr"))
+        named = (c for key, c in self.table.columns.items() if by_words(key) not in (None, "lr"))
+        return sum(len(column.values) for column in named)
+
+    def without_settings(self) -> _Printed:
+        """The rows without those of other things, such as printed settings: most of their keys stand in no other row."""
+        values, common = np.zeros(self.table.count), np.zeros(self.table.count)
+        for key, column in self.table.columns.items():
+            if key not in _STEPS:
+                values[column.rows()] += 1
+                if len(column.values) > 1 or key.startswith("eval"):
+                    common[column.rows()] += 1
+        kept = (values > 0) & (2 * common >= values)
+        return _Printed(self.table.part(kept), array("I", np.array(self.places)[kept].tolist()))
 
 
 def console(lines: Iterable[str]) -> Table:
     """The rows that a log of a terminal holds; without any the table is empty."""
     dicts, dashes, pairs = _Printed(), _Printed(), _Printed()
     bars: list[tuple[int, int]] = []
-    block: dict[str, object] | None = None
+    in_block = False
     for part in _parts(lines):
         line = _RAY.sub("", plain(part))
         if "%|" in line:
@@ -76,9 +92,9 @@ def console(lines: Iterable[str]) -> Table:
         if _DASH_START.search(line):
             dashes.add(dict(_DASH_PAIR.findall(line[line.index("step:") :])), len(bars))
             continue
-        block = _line_row(line, block, pairs, len(bars))
-    kinds = [_without_settings(printed) for printed in (dicts, dashes, pairs)]
-    logs = [printed for printed in kinds if len(printed.rows) >= 2]
+        in_block = _read_line(line, in_block, pairs, len(bars))
+    kinds = [printed.without_settings() for printed in (dicts, dashes, pairs)]
+    logs = [printed for printed in kinds if printed.table.count >= 2]
     if not logs:
         return Table()
     return _table(max(logs, key=_Printed.known), bars)  # of equal ones the first
@@ -106,50 +122,35 @@ def _dict_row(line: str) -> dict[str, object]:
     return dict(_DICT_PAIR.findall(text))
 
 
-def _line_row(
-    line: str, block: dict[str, object] | None, printed: _Printed, bars: int
-) -> dict[str, object] | None:
-    """Read a line of `key: value`, as a row of its own or as a part of the block that a line with a step began."""
+def _read_line(line: str, in_block: bool, printed: _Printed, bars: int) -> bool:
+    """Read a line of `key: value`, as a row of its own or as a part of the block that a line with a step began.
+
+    Returns:
+        Whether the next line may be a part of a block.
+    """
     step, epoch = _STEP.search(line), _EPOCH.match(line)
     found = {
         (name or equal or spaced).strip(): number or of_equal or of_space
         for name, number, equal, of_equal, spaced, of_space in _LINE_PAIR.findall(line)
     }
     if step is not None:
-        row: dict[str, object] = {**found, "step": step[1]}
-        printed.add(row, bars)
-        return row
+        printed.add({**found, "step": step[1]}, bars)
+        return True
     if epoch is not None and found:
         printed.add({"epoch": epoch[1], **found}, bars)
-    elif block is not None and len(found) == 1:
-        (name,) = found
+    elif in_block and len(found) == 1:
+        ((name, number),) = found.items()
         if line.strip(_BULLETS).startswith(name):
-            block.setdefault(name, found[name])
-    return block
-
-
-def _without_settings(printed: _Printed) -> _Printed:
-    """The rows without those of other things, such as printed settings: most of their keys stand in no other row."""
-    counts = Counter(key for row in printed.rows for key in row)
-    kept = _Printed()
-    for row, place in zip(printed.rows, printed.places, strict=True):
-        values = [key for key in row if key not in _STEPS]
-        common = [key for key in values if counts[key] > 1 or key.startswith("eval")]
-        if values and 2 * len(common) >= len(values):
-            kept.add(row, place)
-    return kept
+            printed.table.complete(name, number)
+    return in_block
 
 
 def _table(printed: _Printed, bars: list[tuple[int, int]]) -> Table:
     """The table of rows; those without a step get that of the training's progress bar."""
-    table = Table()
-    steps: Mapping[int, int] = {}
-    if not any(_STEPS & row.keys() for row in printed.rows):
-        steps = _bar_steps(printed, bars)
-    for number, row in enumerate(printed.rows):
-        if number in steps:
-            row[BAR_KEY] = steps[number]
-        table.add(row)
+    table = printed.table
+    if not _STEPS & table.columns.keys():
+        for row, step in sorted(_bar_steps(printed, bars).items()):
+            table.put(BAR_KEY, row, float(step))
     return table
 
 
@@ -172,10 +173,11 @@ def _bar_steps(printed: _Printed, bars: list[tuple[int, int]]) -> Mapping[int, i
         found[row] = drawn[min(upcoming, len(drawn) - 1)][1]
     if any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(drawn)):
         return found  # a bar for each epoch
-    return _spread(found, [any(not is_evaluation(key) for key in row) for row in printed.rows])
+    table = printed.table
+    return _spread(found, table.rows_with(key for key in table.columns if not is_evaluation(key)))
 
 
-def _spread(steps: Mapping[int, int], trained: Sequence[bool]) -> dict[int, int]:
+def _spread(steps: Mapping[int, int], trained: Flags) -> dict[int, int]:
     """Steps (by row) of which several rows that print a training have the same: they lie evenly up to it.
 
     Output that is buffered brings such rows in bunches, after the bars of all their steps.

@@ -292,6 +292,7 @@ class _Tables(HTMLParser):
         self._cell: list[str] | None = None
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
+        """Begin a table, a row or a cell."""
         if tag == "table":
             self.tables.append([])
         elif tag == "tr" and self.tables:
@@ -300,10 +301,12 @@ class _Tables(HTMLParser):
             self._cell = []
 
     def handle_data(self, data: str) -> None:
+        """Add text to the open cell; text between cells is left out."""
         if self._cell is not None:
             self._cell.append(data)
 
     def handle_endtag(self, tag: str) -> None:
+        """End a cell."""
         if tag in ("td", "th") and self._cell is not None:
             self.tables[-1][-1].append("".join(self._cell).strip())
             self._cell = None

@@ -214,14 +214,19 @@ def _frame(table: Table, naming: Naming, steps: Values, known: Flags) -> pd.Data
     rounded = np.round(steps[known]).astype(np.int64)
     index, groups = np.unique(rounded, return_inverse=True)
     columns: dict[str, Values] = {}
+    filled = np.zeros(len(index), dtype=bool)
     for quantity in QUANTITIES:
         named = naming.quantities.get(quantity.name)
         if named is None:
             continue
         values = _values(table, named, average=quantity.held_out)[known]
-        columns[quantity.name] = gathered(values, groups, len(index), quantity.gather)
-    frame = pd.DataFrame(columns, index=pd.Index(index, name="step"))
-    return frame.dropna(how="all").dropna(axis=1, how="all")
+        by_step = gathered(values, groups, len(index), quantity.gather)
+        there = ~np.isnan(by_step)
+        if there.any():
+            columns[quantity.name] = by_step
+            filled |= there
+    frame = pd.DataFrame(columns, index=pd.Index(index, name="step"), copy=False)
+    return frame if filled.all() else frame[filled]
 
 
 def _values(table: Table, named: Named, average: bool) -> Values:

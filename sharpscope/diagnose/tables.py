@@ -104,6 +104,13 @@ class Table:
         column.positions.append(row)
         column.values.append(value)
 
+    def complete(self, key: str, text: str) -> None:
+        """Add a number in text to the last row, unless it has the key."""
+        column, row = self.columns.get(key), self.count - 1
+        number = self._of_text(key, text)
+        if number is not None and (column is None or column.positions[-1] != row):
+            self.put(key, row, number)
+
     def _number(self, value: object) -> float | None:
         try:
             number = float(value)  # type: ignore[arg-type]
@@ -150,6 +157,7 @@ class Table:
         place = np.cumsum(rows) - 1
         made = Table(count=int(rows.sum()), texts=self.texts, notes=list(self.notes))
         made.left_out = self.left_out.copy()
+        made.runs = [run for run, kept in zip(self.runs, rows, strict=False) if kept]
         for key, column in self.columns.items():
             positions, values = column.rows(), column.numbers()
             kept = rows[positions]
