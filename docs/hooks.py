@@ -70,6 +70,7 @@ SOURCES = {
         ("trajectories", "ablation", "people", "paired", "forest", "spectrum", "slices"), REFERENCE
     ),
     **dict.fromkeys(("rotation", "rotation_map"), "docs/data/rotations.csv"),
+    **{"plane": "docs/data/plane.csv", "removal": "experiments/attribution/removal_math.csv"},
     "log": "tests/diagnose/logs.csv",
 }
 """Figure of the gallery -> what it is drawn from."""

@@ -1,4 +1,4 @@
-"""Make the pictures of README and the pages from the example run: `python docs/screenshots.py`.
+"""Make the pictures of README, of the pages and of figures/paper from the recorded runs: `python docs/screenshots.py`.
 
 The report is photographed in headless Chromium (Debian's package `chromium`, and the Python package `playwright`); terminal output is
 saved by rich as SVG. `tests/test_examples.py` checks that the terminal output is current.
@@ -11,6 +11,7 @@ import io
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -18,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sharpscope.analysis import analyze, token_sections
+from sharpscope.analysis.card import write_card
 from sharpscope.analysis.sections import to_terminal
 from sharpscope.traces import load_run
 
@@ -69,8 +71,10 @@ def photograph(page: Path, tokens: Path, curves: Path) -> None:
 
 
 def main() -> None:
-    """Write docs/images/."""
+    """Write docs/images/ and figures/paper/."""
     IMAGES.mkdir(exist_ok=True)
+    subprocess.run([sys.executable, "-m", "experiments.paper.figures"], check=True, cwd=ROOT)
+    write_card(load_run(RUN), IMAGES / "card.png")
     (IMAGES / "tokens.svg").write_text(terminal(), "utf-8")
     # the page names the folder as it is given
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(ROOT):

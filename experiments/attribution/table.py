@@ -87,6 +87,7 @@ def report(here: Path, tasks: list[str]) -> None:
         rows = measured(here, task)
         for setting in dict.fromkeys(row["setting"] for row in rows):
             parts += _setting(task, setting, [row for row in rows if row["setting"] == setting])
+        removal_table(rows).to_csv(here / f"removal_{task}.csv", index=False)
     parts += _single(measured(here, "single")) + _several(measured(here, "several"))
     (here / "RESULTS.md").write_text("\n".join(parts), encoding="utf-8")
 
@@ -146,6 +147,20 @@ def _several(rows: list[dict]) -> list[str]:
         cells.append(f"{spearmanr(truth['kept'], truth['again']).statistic:.2f}")
         parts.append(f"| {outcome} | " + " | ".join(cells) + " |")
     return parts
+
+
+def removal_table(rows: list[dict]) -> pd.DataFrame:
+    """Predicted and measured change without the 12 leading tokens, a row an update and outcome, for the figure `removal`."""
+    named = {"kl": "KL", "entropy": "entropy", "sharpness": "SAM sharpness"}
+    unit = "% of the change by the step"
+    found = []
+    for row in rows:
+        for outcome, score, predicted, measured in row["tops"]:
+            if score == "effect":
+                place = {"setting": row["setting"], "seed": row["seed"], "step": row["step"]}
+                values = {"effect": -100 * predicted, "removal": -100 * measured}
+                found.append(place | {"outcome": named[outcome]} | values | {"unit": unit})
+    return pd.DataFrame(found).round(4)
 
 
 def _setting(task: str, setting: str, rows: list[dict]) -> list[str]:

@@ -14,10 +14,11 @@ from matplotlib.font_manager import get_font_names
 from matplotlib.patches import Circle
 
 from sharpscope.analysis.curves import run_values
+from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.plots.style import GRAY, colors, plain, save_as, styled
 from sharpscope.analysis.spikes import gradient_scores
-from sharpscope.analysis.summary import facts_of, leading_tokens, numbers, verdict
+from sharpscope.analysis.summary import facts_of, numbers, verdict
 from sharpscope.analysis.text import percent
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
@@ -104,17 +105,16 @@ def draw_course(axis: Axes, run: Run) -> None:
 
 def draw_tokens(figure: Figure, run: Run) -> None:
     """The tokens that hold most of a gradient, blue where made more likely, orange and underlined in words where less."""
-    tokens = leading_tokens(run, TOKENS)
-    if tokens.empty:
+    spike = largest_update(run)
+    if spike is None:
         return
-    step = tokens["step"].iloc[0]
-    figure.text(0.035, 0.085, f"most of ‖∇L‖² at step {step}:", size=11.5, color=GRAY)
+    figure.text(0.035, 0.085, f"most of ‖∇L‖² at step {spike.step}:", size=11.5, color=GRAY)
     x = 0.035
-    for token in tokens.to_dict("records"):
-        way = token["direction"]
+    for one in moved_tokens(run, spike.step, TOKENS):
+        word, way = one.sentence.token, one.sentence.direction
         color = colors()[0] if way > 0 else colors()[3] if way < 0 else GRAY
-        arrow = {1: "↑", -1: "↓"}.get(way, "·")
-        text = f"{plain(token['token'].strip() or token['token'], 14)} {arrow} {percent(token['share'], 0, sign=True)}"
+        share = percent(one.share, 0, sign=True)
+        text = f"{plain(word.strip() or word, 14)} {one.arrow} {share}"
         box = {"facecolor": color, "edgecolor": "none", "boxstyle": "round,pad=0.3"}
         figure.text(x, 0.035, text, size=12, color="#14171a", weight="bold", bbox=box)
         x += 0.03 + 0.0105 * len(text)

@@ -96,7 +96,8 @@ def server_of(paths: list[Path]) -> tuple[ThreadingHTTPServer, str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *_: object) -> None:
-            """Nothing: requests contain the word."""
+            """Print no request: each contains the word that opens the page."""
+            return
 
     server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
     server.daemon_threads = True

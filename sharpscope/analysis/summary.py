@@ -201,15 +201,3 @@ def leading_step(run: Run) -> int | None:
     spike = largest_update(run)
     steps = recorded_steps(run, "effect_kl") or ([] if spike is None else [spike.step])
     return steps[-1] if steps else None
-
-
-def leading_tokens(run: Run, top: int = 6) -> pd.DataFrame:
-    """token, direction, share, step: the tokens with the largest shares of ‖∇L‖² in the run's most informative step."""
-    spike = largest_update(run)
-    moved = [] if spike is None else moved_tokens(run, spike.step, top)
-    rows = [
-        {"token": one.sentence.token, "direction": one.sentence.direction, "share": one.share}
-        for one in moved
-    ]
-    frame = pd.DataFrame(rows, columns=["token", "direction", "share"])
-    return frame.assign(step=None if spike is None else spike.step)

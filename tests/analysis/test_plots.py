@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -204,6 +206,20 @@ def test_effects_against_removal_name_their_rank_correlation(tmp_path):
     np.testing.assert_allclose(axes[0].collections[0].get_offsets()[:, 1], effect)
 
 
+def test_the_removal_table_is_what_the_leaderboard_measured():
+    lines = Path("experiments/attribution/math.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    axes, frame = plots.removal("experiments/attribution/removal_math.csv")
+    tops = [
+        (-100 * predicted, -100 * measured)
+        for row in rows
+        for _, score, predicted, measured in row["tops"]
+        if score == "effect"
+    ]
+    assert len(tops) == 3 * len(rows) and len(axes) == 3
+    np.testing.assert_allclose(frame[["effect", "removal"]], tops, atol=1e-4)
+
+
 def test_rotations_have_one_row_a_method_and_the_map_every_policy():
     frame = pd.DataFrame({"method": ["a", "b"], "gradient_rotation": [3.0, 40.0]})
     frame = frame.assign(update_rotation=[2.0, 15.0], noise=20.0)
@@ -234,7 +250,7 @@ def test_a_log_marks_where_its_findings_begin(tmp_path):
 def test_every_figure_is_found_by_name_style_and_width(pair, tmp_path):
     run = pair[0]
     assert set(dir(run.plot)) == set(plots.PLOTS) and "steps" in dir(run) and "plot" in dir(run)
-    with pytest.raises(AttributeError, match="did you mean lorenz"):
+    with pytest.raises(AttributeError, match="did you mean 'lorenz'"):
         run.plot.lorens  # noqa: B018
     before = mpl.rcParams["axes.facecolor"]
     drawn = run.plot.lorenz(style="dark", width="one")

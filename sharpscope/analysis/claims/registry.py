@@ -296,10 +296,15 @@ LIMITS = (
 UNDECLARED = "Whether margins, level and order were fixed before the data was not checked (`sharpscope study declare`)."
 
 
+def versions_of(verdicts: Iterable[Verdict]) -> list[Verdict]:
+    """Each verdict, followed by that on the claim's second version if it has one."""
+    return [version for verdict in verdicts for version in verdict.versions]
+
+
 def verdict_table(verdicts: Iterable[Verdict]) -> pd.DataFrame:
     """A row for each verdict, those on second versions included."""
     rows = []
-    for verdict in (v for one in verdicts for v in one.versions):
+    for verdict in versions_of(verdicts):
         effect = verdict.effect
         mark = (
             ""
@@ -352,7 +357,7 @@ def claims_markdown(
         "",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
-    for verdict in (v for one in verdicts for v in one.versions):
+    for verdict in versions_of(verdicts):
         lines += [
             "",
             f"## {verdict.name}: {escape_markdown(verdict.title)}",
@@ -407,7 +412,7 @@ def claim_sections(runs: Runs) -> list[Section]:
             "Checks of the recording", "\n".join(check.line() for check in checked), "", "Claims"
         )
     )
-    for verdict in (v for one in verdicts for v in one.versions):
+    for verdict in versions_of(verdicts):
         sections.append(
             Section(
                 f"{verdict.name}: {verdict.verdict}", "\n".join(verdict.details()), "", "Claims"
@@ -468,7 +473,9 @@ def deviation_interval(deviation: float, n: int) -> tuple[float, float]:
 def powers_of(verdicts: Iterable[Verdict]) -> list[dict[str, str]]:
     """What the paired claims need whose parts have at least two values that vary, as rows of a table."""
     rows = []
-    for verdict in (v for one in verdicts for v in one.versions if v.claim.direction is not None):
+    for verdict in versions_of(verdicts):
+        if verdict.claim.direction is None:
+            continue
         claim, found, level = verdict.claim, verdict.finding.parts.values(), verdict.terms.level
         deviation = max(
             (float(frame["difference"].astype(float).std(ddof=1)) for frame in found), default=0.0

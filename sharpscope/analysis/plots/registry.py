@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,9 +52,7 @@ class Drawn(NamedTuple):
 
     def _repr_png_(self) -> bytes:
         """The figure as PNG."""
-        png = BytesIO()
-        self.figure.savefig(png, format="png", dpi=110)
-        return png.getvalue()
+        return self.figure._repr_png_()
 
 
 @dataclass(frozen=True)
@@ -167,6 +163,7 @@ def plot(
     """Register a drawing function as a figure of this frame; the first line of its docstring says what it shows."""
 
     def register(draw: Draw) -> Plot:
+        """The function as a figure that can be asked for by its name."""
         says = (draw.__doc__ or "").strip().split("\n")[0]
         made = Plot(name or draw.__name__, says, needs, frame, draw, log)
         PLOTS[made.name] = made
@@ -213,12 +210,11 @@ class PlotsOf:
 
     def __getattr__(self, name: str) -> Callable[..., Drawn]:
         if name not in self.figures:
-            close = difflib.get_close_matches(name, self.figures, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise AttributeError(f"no figure is called {name!r}{hint}")
+            raise AttributeError(f"no figure is called {name!r}{nearest(name, self.figures)}")
         chosen = self.figures[name]
 
         def draw(style: str = "notebook", width: str = "two", **choices: object) -> Drawn:
+            """The chosen figure of these runs."""
             return chosen(self.data, style=style, width=width, **choices)
 
         draw.__name__, draw.__doc__ = name, f"{chosen.says}\n\n{Plot.__call__.__doc__}"
