@@ -16,7 +16,7 @@ from matplotlib.patches import Circle
 from sharpscope.analysis.curves import run_values
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
-from sharpscope.analysis.plots.style import GRAY, colors, plain, save_as, styled
+from sharpscope.analysis.plots.style import GRAY, colors, log_axis, plain, save_as, styled
 from sharpscope.analysis.spikes import gradient_scores
 from sharpscope.analysis.summary import facts_of, numbers, verdict
 from sharpscope.analysis.text import percent
@@ -57,7 +57,7 @@ def card(run: Run) -> Figure:
     figure.text(0.1, 0.905, plain(run.name, 40), size=25, weight="bold")
     facts = facts_of(run).split("\n")[0].split(", started")[0]
     figure.text(0.1, 0.868, plain(facts, 104), size=11.5, color=GRAY)
-    figure.text(0.035, 0.83, fill(plain(verdict(run), 230), 105), size=15, va="top")
+    figure.text(0.035, 0.83, fill(plain(verdict(run), 230), 100), size=15, va="top")
     for at, one in enumerate(numbers(run)[:3]):
         x = 0.035 + 0.24 * at
         figure.text(x, 0.645, plain(one.title, 32), size=10.5, color=GRAY)
@@ -89,10 +89,10 @@ def draw_course(axis: Axes, run: Run) -> None:
         side.plot(rows["step"], rows["value"], color=color, linewidth=2 if side is axis else 1.3)
         side.set_ylabel(name, color=color)
         side.tick_params(axis="y", colors=color)
-    if (values["quantity"] == STEPS["grad_norm"].name).any():
-        other.set_yscale("log" if (gradient_scores(run)["grad_norm"] > 0).any() else "linear")
-    other.grid(visible=False)
     scores = gradient_scores(run)
+    if len(scores):  # a gradient that is not 0
+        log_axis(other)
+    other.grid(visible=False)
     for row in scores[scores["z"] >= 4].nlargest(2, "grad_norm").to_dict("records"):
         axis.axvline(row["step"], color=GRAY, linestyle=":")
         text = f"step {row['step']}: {row['grad_norm'] / row['typical']:.1f} × typical gradient"
