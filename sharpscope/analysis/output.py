@@ -199,11 +199,8 @@ def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> 
         )
 
     parts = {name: [section for section in page.sections if section.part == name] for name in PARTS}
-    held = {
-        name: content
-        for name, content in parts.items()
-        if content or name == "Tokens" or (name == "Curves" and charts)
-    }
+    shown_always = {"Tokens", "Curves"} if charts else {"Tokens"}
+    held = {name: some for name, some in parts.items() if some or name in shown_always}
     head = head_of(page)
     html = _environment().get_template("report.html.j2")
     return html.render(
@@ -230,7 +227,6 @@ def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> 
         head=head,
         mark=Markup(MARK),
         steps=dict.fromkeys(section.step for section in page.sections if section.step is not None),
-        of_step=lambda section: section.step,
         token_count=len(view["completions"]),
         token_rule=page.rule,
         token_notes=view["notes"],
@@ -247,7 +243,7 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
     return "; ".join(rules)
 
 
-def script_json(value: Any) -> str:
+def script_json(value: object) -> str:
     """`value` as JSON for the inside of a script element: no character in it can end the element or open a comment."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for char in "<>&\u2028\u2029":

@@ -69,7 +69,7 @@ class Marked:
         return f"{self.before}[{self.token}]{self.after}"
 
 
-def cell_text(value: Any) -> str:
+def cell_text(value: object) -> str:
     """A cell as text: three significant digits for a number, a dash for what is missing."""
     if isinstance(value, bool | str | Marked):
         return str(value)
