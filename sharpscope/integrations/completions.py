@@ -1,4 +1,4 @@
-"""Completions of a step as rows of the tables, and a run of them: what importers and verl's recorder share."""
+"""Completions of a step as rows of the tables, and a run of them: what importers share."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from sharpscope.config.run import HealthSpec
 from sharpscope.errors import UserError
@@ -50,8 +51,6 @@ class Completion:
     prompt_length: int = 0  # how many of `ids` are the prompt
     # column of the tokens table -> (n,) values
     tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    # column of the table uses -> values
-    again: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     group: str | None = None  # what the completions of one prompt share; None: not known
     env: str | None = None
     prompt: str | None = None
@@ -112,7 +111,7 @@ def write(
                             name for name, values in columns.items() if np.any(pd.notna(values))
                         }
                         counts[table] += writer.append(table, columns)
-                for event in step_events(step, tables):
+                for event in _events(step, tables):
                     writer.append("events", event.row())
                 writer.flush()
         if not counts["rollouts"]:
@@ -165,7 +164,7 @@ def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[st
 def step_tables(
     step: int, given: Sequence[Completion], tokenizer: Any
 ) -> dict[str, dict[str, Any]]:
-    """Columns of the tables rollouts, tokens and uses (empty without any) and steps of one step; groups become adjacent.
+    """Columns of the tables rollouts, tokens (empty without any) and steps of one step; groups become adjacent.
 
     A `tokenizer` that is not None gives the texts that are not known.
     """
@@ -225,29 +224,36 @@ def step_tables(
     return {
         "rollouts": columns,
         "tokens": tokens,
-        "uses": _stacked(step, [one.again for one in rows]),
         "steps": steps,
     }
 
 
-def step_events(
-    step: int, tables: Mapping[str, Mapping[str, Any]], trainer: str = "sharpscope"
-) -> list[Event]:
-    """Events on the rewards in `step_tables`, and by the health rules on its sampler log-probabilities, at their defaults."""
-    events, rewards, tokens = [], tables["rollouts"]["reward"], tables["tokens"]
+def reward_events(step: int, rewards: Sequence[float | None]) -> list[Event]:
+    """An event where rewards are NaN; None is not known."""
     missing = sum(reward is not None and math.isnan(reward) for reward in rewards)
-    if missing:
-        text = f"{missing} of {len(rewards)} rewards are NaN; they are left out of the mean"
-        events.append(
-            Event(step, "nan_reward", "warning", missing / len(rewards), 0.0, "none", text)
-        )
+    if not missing:
+        return []
+    text = f"{missing} of {len(rewards)} rewards are NaN; they are left out of the mean"
+    return [Event(step, "nan_reward", "warning", missing / len(rewards), 0.0, "none", text)]
+
+
+def sampler_events(
+    step: int, logp: NDArray[np.floating], sampler: NDArray[np.floating], trainer: str
+) -> list[Event]:
+    """Events on the sampler's log-probabilities (n,), NaN where not known, by the health rules at their defaults."""
+    return judge(step, sampler_values(logp, sampler), HealthSpec().limits, trainer)
+
+
+def _events(step: int, tables: Mapping[str, Mapping[str, Any]]) -> list[Event]:
+    """Events of a step by its tables."""
+    found, tokens = reward_events(step, tables["rollouts"]["reward"]), tables["tokens"]
     if {"logp", "behavior_logp"} <= tokens.keys():
         # None is NaN
         logp, sampler = (
             np.array(tokens[name], dtype=np.float64) for name in ("logp", "behavior_logp")
         )
-        events += judge(step, sampler_values(logp, sampler), HealthSpec().limits, trainer)
-    return events
+        found += sampler_events(step, logp, sampler, "sharpscope")
+    return found
 
 
 def _mean(values: Sequence[Any] | None) -> float | None:

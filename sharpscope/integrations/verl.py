@@ -16,9 +16,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,20 +28,38 @@ import torch
 from torch import Tensor
 
 from sharpscope import distributed
+from sharpscope.config.run import RecordingSpec
 from sharpscope.errors import UserError
-from sharpscope.integrations.completions import Completion, step_events, step_tables
+from sharpscope.integrations.completions import reward_events, sampler_events
+from sharpscope.methods import named_method
+from sharpscope.policy import Rollouts, TokenStats, completions_of
+from sharpscope.policy.token_stats import STAT_NAMES
 from sharpscope.recording import run_folder
+from sharpscope.recording.capture import Batch, StepCapture, unused_tokens
 from sharpscope.recording.guard import Guard, reason_of, warn_stopped
 from sharpscope.recording.norms import gradient_norms, layer_groups, update_norms
-from sharpscope.recording.rows import update_columns
-from sharpscope.recording.step import UpdateResult, UpdateTokens
+from sharpscope.recording.recorded_run import RecordedRun
+from sharpscope.recording.rows import steps_row
+from sharpscope.recording.step import RolloutBatch, StepResult, StepTokens, UpdateResult
+from sharpscope.recording.writer import FinishedStep, StepWriter
 from sharpscope.rules.judging import Event
-from sharpscope.traces import RunLock, TraceWriter, create_run_dir, create_run_info, update_run_info
-from sharpscope.traces.files import now
+from sharpscope.tasks import Example, Reward
 
+CPU = torch.device("cpu")
+GIVEN = frozenset({"advantages", "old_logp", "loss"})
+"""What verl always gives; entropies, rewards, groups and the sampler's log-probabilities depend on its settings."""
 ROW = "sharpscope_row"
 NEEDED = ("prompts", "responses", "response_mask", "old_log_probs", "advantages")
 _REWARDS = ("token_level_scores", "rm_scores", "token_level_rewards")
+_LOSS = (
+    "loss_agg_mode",
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "use_kl_loss",
+    "kl_loss_coef",
+    "entropy_coeff",
+)
+"""Settings of verl's loss that run.json keeps."""
 
 
 def install(folder: str) -> None:
@@ -65,10 +83,10 @@ def install(folder: str) -> None:
     @functools.wraps(update)
     def train_batch(self: Any, data: Any) -> Any:
         """As verl's; an update of a recorded step is recorded."""
-        rows = self._sharpscope_recorder.rows if ROW in data else None
-        if rows is None:
+        present = self._sharpscope_recorder.present if ROW in data else None
+        if present is None:
             return update(self, data)
-        return self._sharpscope_recorder.update(rows, lambda: update(self, data))
+        return self._sharpscope_recorder.update(present, lambda: update(self, data))
 
     TrainingWorker.train_mini_batch, TrainingWorker.train_batch = train_mini_batch, train_batch
     TrainingWorker._sharpscope = True
@@ -101,63 +119,42 @@ def check_engine(config: Any) -> None:
             raise UserError(f"verl: {message}")
 
 
-@dataclass
-class _Use:
-    """What an update does with the tokens of some rows (n,) of the step; coefficients are known after the backward pass."""
+@dataclass(kw_only=True)
+class _Step:
+    """The step in progress, of which this process has n rows of verl: N completions, and those that fill the batch."""
 
-    rows: Tensor
-    update: int
-    used: Tensor  # (n, T) bool
-    change: Tensor  # (n, T) ln π − ln π_old [nats]
-    coef: Tensor  # (n, T)
-
-
-@dataclass
-class _Rows:
-    """This process's rows of the step in progress: response tokens (N, T), and what the updates did with them."""
-
-    data: Any
+    capture: StepCapture
+    serial: int  # of this process's batch
+    row_of: Tensor  # (n,) the completion of each row; −1 where it fills the batch
     mask: Tensor  # (N, T) bool
     old: Tensor  # (N, T) ln π at the start of the step [nats]
-    entropy: Tensor  # NaN where it is not known
-    updates: list[UpdateResult] = field(default_factory=list)
-    uses: list[_Use] = field(default_factory=list)
-
-    def changes(self) -> list[np.ndarray]:
-        """Of each update, ln r of the tokens that it used."""
-        return [
-            torch.cat([use.change[use.used] for use in self.uses if use.update == index]).numpy()
-            for index in range(len(self.updates))
-        ]
+    given: frozenset[str]  # what verl gives, of `recording.writer.EVERYTHING`
+    temperature: float | None
 
 
 class VerlRecorder(Guard):
     """Records the steps of one worker."""
 
     def __init__(self, worker: Any, folder: Path) -> None:
-        self.worker, self.folder, self.recording = worker, folder, True
-        self.rows: _Rows | None = None
+        self.worker, self.recording = worker, True
+        self.run = RecordedRun(folder, {"model": str(worker.model_config.path)})
+        self.present: _Step | None = None
         self.count, self.seconds = 0, 0.0
-        self.writer: TraceWriter | None = None
+        self.writer: StepWriter | None = None
 
     def give_up(self, error: Exception) -> None:
         """End the recording because of an error of its own; the training goes on."""
-        self.recording, self.rows = False, None
+        self.recording, self.present = False, None
         warn_stopped(self.count + 1, error)
         if self.writer is not None:
+            reason = reason_of(error)
             event = Event(
-                self.count + 1,
-                "recorder",
-                "error",
-                math.nan,
-                math.nan,
-                "stop",
-                reason_of(error)[:300],
+                self.count + 1, "recorder", "error", math.nan, math.nan, "stop", reason[:300]
             )
             with suppress(Exception):
-                self.writer.append("events", event.row())
+                self.writer.events([event])
             with suppress(Exception):
-                self._close("interrupted", f"the recorder stopped: {reason_of(error)}")
+                self._close("interrupted", f"the recorder stopped: {reason}")
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -174,7 +171,7 @@ class VerlRecorder(Guard):
             training = time.perf_counter() - started - self.seconds
             self.together(lambda: self._write(training, before + self.seconds))
         finally:
-            self.rows = None
+            self.present = None
             del data[ROW]
         return output
 
@@ -187,17 +184,9 @@ class VerlRecorder(Guard):
             self.steps = int(total or -1)  # of the training, if known
             whole = worker.engine_config.strategy == "fsdp2"
             self.groups = layer_groups(worker.engine.module) if whole else None
-        mask, old = _dense(data["response_mask"]).bool(), _dense(data["old_log_probs"]).double()
-        if old.shape[1] < mask.shape[1]:
-            raise UserError(
-                "verl: old_log_probs is shorter than response_mask, so tokens cannot be matched"
-            )
-        entropy = torch.full(mask.shape, torch.nan, dtype=torch.float64)
-        if "entropy" in data:
-            entropy = _dense(data["entropy"]).double()[:, : mask.shape[1]]
-        self.rows = _Rows(data, mask, old[:, : mask.shape[1]], entropy)
+        self.present = _opened(data, worker.model_config.tokenizer)
 
-    def update(self, rows: _Rows, train: Callable[[], Any]) -> Any:
+    def update(self, step: _Step, train: Callable[[], Any]) -> Any:
         """Run one `train_batch` with a loss that is watched."""
         worker, engine, inner = self.worker, self.worker.engine, self.worker.loss_fn
         make_update, replaced = engine.optimizer_step, vars(engine).get("optimizer_step")
@@ -210,7 +199,7 @@ class VerlRecorder(Guard):
             ):
                 self._timed(
                     lambda: self.safely(
-                        lambda: self._watch(rows, given["model_output"], given["data"])
+                        lambda: self._watch(step, given["model_output"], given["data"])
                     )
                 )
             return inner(**given)
@@ -218,7 +207,7 @@ class VerlRecorder(Guard):
         def measured() -> float:
             """The optimizer step of verl, and the norms of its gradient and update."""
             norm = float(make_update())
-            self._timed(lambda: self.together(lambda: self._updated(rows, norm)))
+            self._timed(lambda: self.together(lambda: self._updated(step, norm)))
             return norm
 
         worker.loss_fn, engine.optimizer_step = watched, measured
@@ -231,7 +220,7 @@ class VerlRecorder(Guard):
             else:
                 engine.optimizer_step = replaced
         if output is not None:
-            self.safely(lambda: self._made(rows, dict(output["metrics"])))
+            self.safely(lambda: self._made(step, dict(output["metrics"])))
         return output
 
     def _timed(self, work: Callable[[], Any]) -> None:
@@ -240,226 +229,253 @@ class VerlRecorder(Guard):
         work()
         self.seconds += time.perf_counter() - started
 
-    def _updated(self, rows: _Rows, norm: float) -> None:
-        """Take the norms of the update that verl has made, if it has (`norm` is finite), and of its gradient before clipping."""
-        engine, config, size, layers = self.worker.engine, self.worker.engine_config, math.nan, None
-        optimizer, parameters = (
-            engine.optimizer,
-            [p for p in engine.module.parameters() if p.requires_grad],
-        )
-        adam = isinstance(optimizer, torch.optim.AdamW) and not any(
-            g["amsgrad"] for g in optimizer.param_groups
-        )
-        if adam and math.isfinite(norm) and self.groups is not None:
-            gradient, moved = (
-                gradient_norms(parameters, self.groups),
-                update_norms(optimizer, self.groups),
-            )
-            clipped = gradient.total / norm if norm else 1.0
-            size, layers = (
-                moved.total,
-                ({name: v / clipped for name, v in gradient.layers.items()}, moved.layers),
-            )
-        elif adam and math.isfinite(norm):
-            # FSDP 1: each process's parameters are its part, which several hold if fsdp_size divides the processes.
-            processes = distributed.world_size()
-            copies = processes // config.fsdp_size if 0 < config.fsdp_size < processes else 1
-            size = math.sqrt(
-                distributed.sum_values(update_norms(optimizer, {}).total ** 2) / copies
-            )
-        lr, skipped = float(optimizer.param_groups[0]["lr"]), not math.isfinite(norm)
-        rows.updates.append(
+    def _updated(self, step: _Step, norm: float) -> None:
+        """Take what all processes' tokens did in an update, and its norms; it was made if `norm`, before clipping, is finite."""
+        engine, capture = self.worker.engine, step.capture
+        capture.collect(CPU)
+        summary = None
+        if capture.pending:
+            capture.keep_first_use()
+            summary = capture.pending_tokens().summary()
+        size, layers = self._update_norms(norm)
+        capture.record_update(
             UpdateResult(
                 grad_norm=norm,
                 plain_norm=norm,
                 update_norm=size,
                 clip_factor=1.0,
-                skipped=skipped,
-                lr=lr,
+                skipped=not math.isfinite(norm),
+                lr=float(engine.optimizer.param_groups[0]["lr"]),
+                summary=summary,
                 layers=layers,
             )
         )
 
-    def _made(self, rows: _Rows, metrics: dict[str, Any]) -> None:
-        """Take the loss that verl reports of the update."""
-        rows.updates[-1] = replace(
-            rows.updates[-1], loss=float(np.mean(metrics.get("loss", math.nan)))
+    def _update_norms(
+        self, norm: float
+    ) -> tuple[float, tuple[dict[str, float], dict[str, float]] | None]:
+        """Norm of the update that verl has made, and by layer those of its gradient before clipping and of the update."""
+        engine, optimizer = self.worker.engine, self.worker.engine.optimizer
+        adam = isinstance(optimizer, torch.optim.AdamW) and not any(
+            group["amsgrad"] for group in optimizer.param_groups
         )
+        if not adam or not math.isfinite(norm):
+            return math.nan, None
+        if self.groups is None:
+            # FSDP 1: each process's parameters are its part, which several hold if fsdp_size divides the processes.
+            processes, size = distributed.world_size(), self.worker.engine_config.fsdp_size
+            copies = processes // size if 0 < size < processes else 1
+            square = distributed.sum_values(update_norms(optimizer, {}).total ** 2)
+            return math.sqrt(square / copies), None
+        parameters = [p for p in engine.module.parameters() if p.requires_grad]
+        gradient = gradient_norms(parameters, self.groups)
+        moved = update_norms(optimizer, self.groups)
+        clipped = gradient.total / norm if norm else 1.0
+        unclipped = {name: value / clipped for name, value in gradient.layers.items()}
+        return moved.total, (unclipped, moved.layers)
 
-    def _watch(self, rows: _Rows, output: Mapping[str, Any], data: Any) -> None:
+    def _made(self, step: _Step, metrics: dict[str, Any]) -> None:
+        """Take the loss that verl reports of the update."""
+        updates = step.capture.updates
+        updates[-1] = replace(updates[-1], loss=float(np.mean(metrics.get("loss", math.nan))))
+
+    def _watch(self, step: _Step, output: Mapping[str, Any], data: Any) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
-        logp, index = output["log_probs"], len(rows.updates)
-        mine = torch.as_tensor(data[ROW]).cpu().long()
+        logp, row = output["log_probs"], step.row_of[torch.as_tensor(data[ROW]).cpu().long()]
+        inside = row >= 0
+        if not bool(inside.any()):
+            return
+        rows, width = row[inside], step.mask.shape[1]
         prompts, replies = _parts(data)
         lengths = [len(reply) for reply in replies]
         ends = np.cumsum(
             [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)]
         )
-        width = rows.mask.shape[1]
 
         def responses(values: Tensor) -> Tensor:
             """(n, T) of a nested (n, prompt + response), in which a value stands one place before its token."""
             flat = values.values() if values.is_nested else values.flatten()
-            out = torch.zeros(len(mine), width, dtype=torch.float64)
-            for row, (length, end) in enumerate(zip(lengths, ends, strict=True)):
-                out[row, :length] = flat[end - length - 1 : end - 1].detach().double().cpu()
-            return out
+            out = torch.zeros(len(row), width, dtype=torch.float64)
+            for place in inside.nonzero()[:, 0].tolist():
+                length, end = lengths[place], ends[place]
+                out[place, :length] = flat[end - length - 1 : end - 1].detach().double().cpu()
+            return out[inside]
 
-        used, change = rows.mask[mine], responses(logp) - rows.old[mine]
-        use = _Use(mine, index, used, change, torch.full_like(change, torch.nan))
-        rows.uses.append(use)
-        if output.get("entropy") is not None and index == 0:
-            rows.entropy[mine] = torch.where(used, responses(output["entropy"]), rows.entropy[mine])
-        processes = self.worker.engine.get_data_parallel_size()
-
-        def keep(gradient: Tensor) -> None:
-            """Take the coefficients from the gradient that reaches the log-probabilities."""
-            use.coef = responses(gradient) / processes
-
-        logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
+        used, change = step.mask[rows], responses(logp) - step.old[rows]
+        if output.get("entropy") is not None and not step.capture.updates:
+            entropy = step.capture.batch(step.serial).tokens.stats.entropy
+            entropy[rows] = torch.where(used, responses(output["entropy"]), entropy[rows])
+        known = {"ratio": change.exp(), "log_ratio": change}
+        # neither what clips a token nor its part of a KL term is known
+        known |= {"clipped": torch.zeros(used.shape), "kl_share": torch.full(used.shape, torch.nan)}
+        keep = step.capture.use(step.serial, rows, known, used)
+        logp.register_hook(lambda gradient: self.safely(lambda: keep(responses(gradient))))
 
     # -- writing -----------------------------------------------------------------------------------------------------
 
     def _write(self, training: float, recording: float) -> None:
-        """Gather the step's rows from all processes; the first writes them."""
-        started, rows = time.perf_counter(), self.rows
-        assert rows is not None
-        parts = distributed.gather((_completions(rows), rows.changes()))
+        """Write the step's rows, those of a prompt one below the other."""
+        started, step = time.perf_counter(), self.present
+        assert step is not None
+        if not step.capture.collected:
+            step.capture.collect(CPU)
         self.count += 1
-        if not distributed.is_rank_zero():
-            return
-        writer, step = self.writer or self._open(rows.data), self.count
-        given = [one for completions, _ in parts for one in completions]
-        tables = step_tables(step, given, self.worker.model_config.tokenizer)
-        for event in step_events(step, tables, "verl"):
-            writer.append("events", event.row())
-        ratios = [
-            np.concatenate([one[index] for _, one in parts]) for index in range(len(rows.updates))
-        ]
-        results = [
-            replace(one, summary=_summary(ratio))
-            for one, ratio in zip(rows.updates, ratios, strict=True)
-        ]
-        unclipped = dict.fromkeys(("clip_fraction_low", "clip_fraction_high", "clip_factor"))
-        for name in ("loss", "grad_norm", "update_norm"):
-            mean = float(np.mean([getattr(one, name) for one in results]))
-            tables["steps"][name] = None if np.isnan(mean) else mean
-        done = recording + time.perf_counter() - started
-        tables["steps"] |= {"updates": len(results), "lr": results[-1].lr, "generation_s": None}
-        tables["steps"] |= {"training_s": training, "recording_s": done}
-        tables["updates"] = update_columns(step, results) | unclipped
-        for table, values in tables.items():
-            if values:
-                writer.append(table, values)
-        writer.flush()
-        update_run_info(self.folder, steps_done=step)
+        writer = self.writer = self.writer or self._open(step)
+        batch, tokens, first = step.capture.joined()
+        order = batch.rollouts.group.argsort(stable=True)
+        batch, tokens = batch.rows(order), tokens.rows(order)
+        later = step.capture.later_uses(first)
+        if later is not None:
+            later["rollout"] = order.argsort().numpy()[later["rollout"]]
+        writer.events(_events(self.count, batch, tokens))
+        updates = step.capture.updates
+        result = StepResult(updates, tokens)
+        lr = updates[-1].lr if updates else math.nan
+        row = steps_row(self.count, batch, result, named_method("grpo"), 0.0, lr)
+        if math.isnan(row["entropy_mean"] or 0.0):
+            row["entropy_mean"] = None
+        finished = FinishedStep(
+            number=self.count,
+            batch=batch,
+            result=result,
+            row=row,
+            measured={"entropy": tokens.stats.entropy},
+            later_uses=later,
+            given=step.given,
+        )
+        writer.write(
+            finished,
+            lambda: {
+                "training_s": training,
+                "recording_s": recording + time.perf_counter() - started,
+            },
+        )
+        self.run.flush(self.count)
 
-    def _open(self, data: Any) -> TraceWriter:
-        worker = self.worker
-        next_ = f"sharpscope show {self.folder}; sharpscope tokens {self.folder} --by loss_coef"
-        sys.stderr.write(
-            f"sharpscope: recording the actor's updates to {self.folder} (try: {next_})\n"
-        )
-        temperature = _temperature(data)
+    def _open(self, step: _Step) -> StepWriter:
+        """Take the run's folder."""
+        worker, model = self.worker, self.worker.model_config
         # probes of a checkpoint need it
-        rollout = {} if temperature is None else {"temperature": temperature}
-        made = create_run_dir(self.folder)
-        worker.model_config.tokenizer.save_pretrained(made / "tokenizer")
-        config = getattr(worker.loss_fn, "keywords", {}).get("config")
-        names = (
-            "loss_agg_mode",
-            "clip_ratio_low",
-            "clip_ratio_high",
-            "use_kl_loss",
-            "kl_loss_coef",
-            "entropy_coeff",
-        )
-        loss = {name: getattr(config, name, None) for name in names}
-        loss["loss_mode"] = (getattr(config, "policy_loss", None) or {}).get("loss_mode", "vanilla")
+        rollout = {} if step.temperature is None else {"temperature": step.temperature}
+        config: dict[str, Any] = {"policy": {"model": str(model.path)}, "rollout": rollout}
+        if self.steps > 0:
+            config["steps"] = self.steps
+        said = getattr(worker.loss_fn, "keywords", {}).get("config")
+        loss = {name: getattr(said, name, None) for name in _LOSS}
+        loss["loss_mode"] = (getattr(said, "policy_loss", None) or {}).get("loss_mode", "vanilla")
         info = {
             "method": f"verl {loss['loss_mode']}",
             "task": "verl",
             "seed": None,
-            "config": {"policy": {"model": str(worker.model_config.path)}, "rollout": rollout}
-            | ({"steps": self.steps} if self.steps > 0 else {}),
+            "config": config,
             "versions": run_folder.versions() | {"verl": version("verl")},
-            "processes": torch.distributed.get_world_size(),
+            "processes": distributed.world_size(),
             "notes": ["recorded from verl's TrainingWorker"],
             "trainer": {"name": "verl", **loss},
         }
-        create_run_info(made, json.loads(json.dumps(info, default=str)))
-        self.stack = ExitStack()
-        self.stack.enter_context(RunLock(made))
-        self.writer = self.stack.enter_context(TraceWriter(made))
+        folder = self.run.open(json.loads(json.dumps(info, default=str)), model.tokenizer, 0).folder
+        if distributed.is_rank_zero():
+            hint = f"sharpscope show {folder}; sharpscope tokens {folder} --by loss_coef"
+            sys.stderr.write(
+                f"sharpscope: recording the actor's updates to {folder} (try: {hint})\n"
+            )
         atexit.register(self._close, "finished", "the process ended")
-        return self.writer
+        return StepWriter(self.run.tables, RecordingSpec(), None, 1.0, ids=True)
 
     def _close(self, status: str, reason: str) -> None:
         """End the run and free its folder."""
         atexit.unregister(self._close)
-        with self.stack:  # flushes and unlocks
-            update_run_info(self.folder, status=status, finished=now(), end=reason)
+        self.run.end(status=status, end=reason)
 
 
-def _summary(log_ratio: np.ndarray) -> dict[str, float]:
-    """Statistics of the ratios of an update's tokens over all processes."""
-    change = torch.from_numpy(log_ratio)
-    tokens = UpdateTokens.zeros(change.shape, torch.float64)
-    tokens.used[:], tokens.ratio[:], tokens.log_ratio[:] = True, change.exp(), change
-    return tokens.summary()
-
-
-def _completions(rows: _Rows) -> list[Completion]:
-    """This process's rows, without those that verl added to fill the batch."""
-    data = rows.data
-    uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
+def _opened(data: Any, tokenizer: Any) -> _Step:
+    """The step of verl's batch on this process, without the rows that verl added to fill it."""
     prompts, replies = _parts(data)
-    update = torch.full(rows.mask.shape, -1)
-    coef, ratio = (torch.full_like(rows.old, torch.nan) for _ in range(2))
-    again = [
-        {name: list[Any]() for name in ("position", "update", "ratio", "loss_coef")}
-        for _ in prompts
-    ]
-    for use in rows.uses:
-        first = use.used & (update[use.rows] < 0)
-        for target, value in ((coef, use.coef), (ratio, use.change.exp())):
-            target[use.rows] = torch.where(first, value, target[use.rows])
-        update[use.rows] = torch.where(first, use.update, update[use.rows])
-        for place, row in enumerate(use.rows.tolist()):
-            later = (use.used & ~first)[place]
-            again[row]["position"] += later.nonzero()[:, 0].tolist()
-            again[row]["update"] += [use.update] * int(later.sum())
-            again[row]["ratio"] += use.change[place, later].exp().tolist()
-            again[row]["loss_coef"] += use.coef[place, later].tolist()
-    columns = {
-        "logp": rows.old,
-        "entropy": rows.entropy,
-        "advantage": _dense(data["advantages"]).double(),
-    }
-    columns |= {"ratio": ratio, "loss_coef": coef}
-    if "rollout_log_probs" in data:
-        columns["behavior_logp"] = _dense(data["rollout_log_probs"]).double()
+    uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
+    filling = [uids is not None and uids[row].startswith("pad") for row in range(len(prompts))]
+    kept = torch.tensor([row for row, fills in enumerate(filling) if not fills], dtype=torch.long)
+    row_of = torch.full((len(prompts),), -1)
+    row_of[kept] = torch.arange(len(kept))
+    width = max((len(replies[row]) for row in kept.tolist()), default=0)
+
+    def of_tokens(name: str) -> Tensor:
+        """(N, T) of a column of responses."""
+        values = _dense(data[name])
+        if values.shape[1] < width:
+            raise UserError(
+                f"verl: {name} is shorter than the responses, so tokens cannot be matched"
+            )
+        return values[kept, :width]
+
+    mask, old = of_tokens("response_mask").bool(), of_tokens("old_log_probs").double()
+    serial, given = distributed.rank(), GIVEN
+    present = _Step(
+        capture=StepCapture(),
+        serial=serial,
+        row_of=row_of,
+        mask=mask,
+        old=old,
+        given=given,
+        temperature=_temperature(data),
+    )
     name = next((name for name in _REWARDS if name in data), None)
-    rewards = None if name is None else _dense(data[name]).double().sum(1).tolist()
-    completions = []
-    for row, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
-        if uids is not None and uids[row].startswith("pad"):
-            continue
-        at = rows.mask[row].nonzero()[:, 0]
-        masked = {
-            name: np.ma.masked_invalid(values[row, at].numpy()) for name, values in columns.items()
-        }
-        tokens = {name: values.tolist() for name, values in masked.items()}  # NaN: None
-        tokens |= {
-            "position": at.tolist(),
-            "token_id": [reply[position] for position in at.tolist()],
-        }
-        tokens["update"] = np.ma.masked_less(update[row, at].numpy(), 0).tolist()
-        made = Completion(prompt + reply, len(prompt), tokens, again[row], length=len(reply))
-        if rewards is not None:
-            made = replace(made, reward=rewards[row], parts={"total": rewards[row]})
-        completions.append(made if uids is None else replace(made, group=uids[row]))
-    return completions
+    for what, is_given in (
+        ("groups", uids is not None),
+        ("rewards", name is not None),
+        ("behavior_logp", "rollout_log_probs" in data),
+    ):
+        if is_given:
+            present.given |= {what}
+    if not len(kept):
+        return present
+    chosen = kept.tolist()
+    made = completions_of(
+        [prompts[row] for row in chosen],
+        [replies[row] for row in chosen],
+        [counts[: len(replies[row])] for row, counts in zip(chosen, mask.tolist(), strict=True)],
+    )
+    values = torch.full((len(kept),), math.nan, dtype=torch.float64)
+    if name is not None:
+        values = _dense(data[name]).double()[kept].sum(1)
+    known: dict[str, Any] = vars(made) | {"reward": values}
+    if "rollout_log_probs" in data:
+        known["behavior_logp"] = torch.where(
+            mask, of_tokens("rollout_log_probs").double(), torch.nan
+        )
+    texts = [
+        tokenizer.batch_decode([rows[row] for row in chosen], clean_up_tokenization_spaces=False)
+        for rows in (prompts, replies)
+    ]
+    rollouts = Rollouts(**known | {"texts": texts[1]})
+    unknown = torch.full_like(old, torch.nan)
+    stats = TokenStats(
+        **dict.fromkeys(STAT_NAMES, unknown) | {"logp": old, "entropy": unknown.clone()}
+    )
+    if "entropy" in data:
+        stats.entropy[:] = of_tokens("entropy").double()
+    advantage = of_tokens("advantages").double()
+    batch = RolloutBatch(
+        [Example(text, "", {}) for text in texts[0]],
+        rollouts,
+        [
+            Reward(value, {} if name is None else {"total": value}, False)
+            for value in values.tolist()
+        ],
+        advantage,
+        None,
+    )
+    labels: list[Hashable] = [(serial, row) if uids is None else uids[row] for row in chosen]
+    tokens = unused_tokens(stats, advantage)
+    present.capture.batches.append(Batch(serial, batch, tokens, labels))
+    return present
+
+
+def _events(step: int, batch: RolloutBatch, tokens: StepTokens) -> list[Event]:
+    """What the rules find in a step's rewards and the sampler's log-probabilities, at their defaults."""
+    mask = batch.rollouts.completion_mask.bool()
+    sampler = batch.rollouts.behavior_logp[mask].numpy()
+    found = reward_events(step, batch.rollouts.reward.tolist())
+    return found + sampler_events(step, tokens.stats.logp[mask].numpy(), sampler, "verl")
 
 
 def _temperature(data: Any) -> float | None:

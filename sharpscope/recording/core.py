@@ -87,7 +87,7 @@ from sharpscope.recording.step import (
     UpdateRotation,
 )
 from sharpscope.recording.weighted import UNKNOWN, WeightedGradient
-from sharpscope.recording.writer import EVERYTHING, FinishedStep, StepWriter
+from sharpscope.recording.writer import EVERYTHING, OF_MODEL, FinishedStep, StepWriter
 from sharpscope.rules.judging import Event
 from sharpscope.settings import validate
 from sharpscope.tasks import Example, Reward
@@ -707,7 +707,7 @@ class Recorder(Guard):
 
     def _given(self) -> frozenset[str]:
         """What the training has given in this step."""
-        given = self.given
+        given = self.given | OF_MODEL
         if self.correct is not None:
             given |= {"correct"}
         for batch in self.capture.batches:

@@ -197,9 +197,9 @@ def completion_advantage(advantage: Tensor, mask: Tensor) -> Tensor:
     return torch.where(inside, advantage, 0.0).sum(1) / inside.sum(1).clamp(min=1)
 
 
-def head_grad_norm(stats: TokenStats, head: Head, temperature: float) -> Tensor | None:
-    """(N, T) norm of ∇ ln π by the output layer, ‖p − e_y‖·‖h‖·scale/T; None under a soft cap."""
-    if head.soft_cap is not None:
+def head_grad_norm(stats: TokenStats, head: Head | None, temperature: float) -> Tensor | None:
+    """(N, T) norm of ∇ ln π by the output layer, ‖p − e_y‖·‖h‖·scale/T; None without one or under a soft cap."""
+    if head is None or head.soft_cap is not None:
         return None
     length = stats.hidden_norm if head.bias is None else (stats.hidden_norm.square() + 1).sqrt()
     return stats.logit_grad_norm * length * (head.scale / temperature)
@@ -221,7 +221,7 @@ def token_columns(
     batch: RolloutBatch,
     result: StepResult,
     probed: dict[str, Tensor],
-    head: Head,
+    head: Head | None,
     temperature: float,
     by_layer: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
     written: tuple[Tensor, float] | None = None,

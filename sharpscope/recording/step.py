@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -34,6 +34,15 @@ class RolloutBatch:
     redrawn_groups: int | None  # by dynamic sampling; None: not known
     # of the policy at the start of the step, where the advantages needed them
     stats: TokenStats | None = None
+
+    def rows(self, index: Tensor) -> RolloutBatch:
+        """The completions `index` (n,), with all examples."""
+        return replace(
+            self,
+            rollouts=self.rollouts.rows(index),
+            rewards=[self.rewards[row] for row in index.tolist()],
+            advantage=self.advantage[index.to(self.advantage.device)],
+        )
 
     @property
     def idle_share(self) -> float:
@@ -115,10 +124,6 @@ class UpdateTokens:
             )
         )
 
-    def tensors(self) -> list[Tensor]:
-        """All fields in their order."""
-        return [getattr(self, part.name) for part in fields(self)]
-
 
 OPTIONAL = ("kl_coef", "entropy_coef", "ref_logp")
 """Fields of `StepTokens` that are NaN where they are not known."""
@@ -163,19 +168,11 @@ class StepTokens:
             **{name: torch.full(shape, math.nan, dtype=real) for name in OPTIONAL},
         )
 
-    def tensors(self) -> list[Tensor]:
-        """The fields that a gradient fills in row by row."""
-        names = (
-            "weight",
-            "correction",
-            "advantage",
-            "loss_coef",
-            "ratio",
-            "clipped",
-            "update",
-            *OPTIONAL,
-        )
-        return [getattr(self, name) for name in names]
+    def rows(self, index: Tensor) -> StepTokens:
+        """The tokens of the completions `index` (n,)."""
+        stats = TokenStats(**{name: values[index] for name, values in vars(self.stats).items()})
+        own = {name: values[index] for name, values in vars(self).items() if name != "stats"}
+        return StepTokens(stats=stats, **own)
 
     def count(self, rows: Tensor, tokens: UpdateTokens) -> None:
         """Count an update of the rows `rows` (n,) that was made."""

@@ -33,10 +33,22 @@ _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
     "weights": {"steps": ("weight_mean",), "tokens": ("weight",)},
     "generation": {"steps": ("truncated_fraction", "kl_step"), "rollouts": ("truncated",)},
     "timing": {"steps": ("generation_s",)},
+    "groups": {"steps": ("zero_std_groups",), "rollouts": ("group",)},
+    "statistics": {
+        "tokens": ("logit", "collision", "polarity", "logit_grad_norm", "head_grad_norm"),
+    },
+    "clipping": {
+        "steps": (*_CLIPS, "grad_clipped"),
+        "updates": (*_CLIPS, "clip_factor"),
+        "tokens": ("clipped",),
+        "uses": ("clipped",),
+    },
 }
 """What a training may not give -> table -> columns that are then null."""
 EVERYTHING = frozenset(_ABSENT)
 """All that a training may give."""
+OF_MODEL = frozenset({"groups", "statistics", "clipping"})
+"""What every recorder that has the model gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,7 @@ class StepWriter:
         self,
         tables: TraceWriter | NoWriter,
         spec: RecordingSpec,
-        head: Head,
+        head: Head | None,
         temperature: float,
         *,
         ids: bool = False,
