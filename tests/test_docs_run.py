@@ -29,6 +29,7 @@ from tests.integrations.test_importers import (
     write_nemo_rl,
     write_table,
 )
+from tests.loops import some
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -228,7 +229,7 @@ def folder(files, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", RUN)
 def test_the_commands_of_a_page_run(page, folder, monkeypatch):
-    for line in RUN[page]:
+    for line in some(RUN[page]):
         if "rgym:" in line and find_spec("reasoning_gym") is None:
             continue
         for pattern, text in SMALLER.items():
@@ -299,7 +300,7 @@ def test_local_links_exist(page):
         "gallery.md",
         *(f"images/gallery/{name}-{only}.png" for name in PLOTS for only in ("light", "dark")),
     }
-    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", NAMES[page].read_text("utf-8")):
+    for target in some(re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", NAMES[page].read_text("utf-8"))):
         path = (NAMES[page].parent / target).resolve()
         own = (
             path.relative_to(ROOT / "docs").as_posix()

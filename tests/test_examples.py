@@ -26,6 +26,7 @@ import sharpscope
 import sharpscope.config
 import sharpscope.tasks.custom
 from sharpscope.cli import app
+from tests.loops import some
 
 ALIASES = {"__version__", "record"}
 
@@ -148,7 +149,7 @@ def test_the_kept_runs_give_the_published_verdicts(study: str, runs: str):
     # untestable, and judged no longer
     dropped = {("C5", ""), ("C11", "")} if study != "3" else set()
     assert {(row["claim"], row["version"]) for row in found} == set(stored) - dropped
-    for after in found:
+    for after in some(found):
         before = stored[after["claim"], after["version"]]
         for one, other in ((after, before), (after["other"], before["other"])):
             if one is not None:

@@ -25,6 +25,7 @@ from sharpscope.warm_start.pretraining import (
     settings_of,
     tokenized,
 )
+from tests.loops import some
 from tests.models import tiny_model
 
 SMALL = {"corpus": 10, "batch": 8, "micro_tokens": 400, "questions": 20}
@@ -97,7 +98,7 @@ def test_the_gradient_is_that_of_the_mean_loss_however_the_batch_is_cut():
         assert accumulate(model, rows, most) == pytest.approx(
             float(wanted.detach() / tokens), rel=1e-12
         )
-        for name, parameter in model.named_parameters():
+        for name, parameter in some(model.named_parameters()):
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-9, atol=1e-12)
 
 
@@ -175,14 +176,14 @@ def test_every_demonstration_earns_the_full_reward_and_its_reasoning_ends_at_the
     spec = {"weights": {2: 1, 3: 1, 4: 1}, "guess_share": 0.5, "chat_share": chat_share, "seed": 0}
     stream = room.puzzle_demonstrations(pools, spec)
     styles = set()
-    for demonstration in islice(stream, 60):
+    for demonstration in some(islice(stream, 60)):
         prefill = room.OPENING if chat_share else ""
         assert demonstration.prompt.endswith(prefill or "\n")
         whole = prefill + demonstration.turns[0]
         thought, _, rest = whole.removeprefix(room.OPENING).partition("</think><answer>")
         truth = roles_of(rest)
         assert score_logic_rl(whole, truth).total == 3
-        for name in truth:
+        for name in some(truth):
             assert f" {name}" in demonstration.prompt or f'"{name}' in demonstration.prompt
         styles.add(thought == room.GUESS)
         if thought != room.GUESS:
@@ -197,10 +198,10 @@ def test_every_demonstration_earns_the_full_reward_and_its_reasoning_ends_at_the
 
 def test_every_line_of_work_is_true_and_ends_at_the_answer():
     pool = room.questions(("arithmetic", "linear", "modular"), (1, 2, 3), 60, seed=3)
-    for (family, _), examples in pool.items():
-        for example in examples:
+    for (family, _), examples in some(pool.items()):
+        for example in some(examples):
             lines = room.work(family, example.meta["question"]).split("; ")
-            for line in lines:
+            for line in some(lines):
                 sides = re.fullmatch(r"(-?\d+) ([+*-]) (-?\d+) = (-?\d+)", line)
                 if sides:
                     a, sign, b, c = int(sides[1]), sides[2], int(sides[3]), int(sides[4])

@@ -22,6 +22,7 @@ from sharpscope.errors import UserError
 from sharpscope.traces import SCHEMA_VERSION, update_run_info
 from sharpscope.views import load_run, load_runs
 from tests.analysis.conftest import SPIKE, STEPS, WORDS, ids_of, write_report_run
+from tests.loops import some
 from tests.traces.synthetic import Shape, new_run, write_run
 
 TINY = Shape(steps=3, prompts=2, group_size=2, length=4, eval_every=3, eval_prompts=10)
@@ -46,7 +47,7 @@ def test_a_study_gives_a_page_figures_and_tables_beside_the_runs(study_folder: P
     assert [text.removesuffix(".png") for text in heard if text.endswith(".png")] == list(
         result.figures
     )
-    for name, paths in result.figures.items():
+    for name, paths in some(result.figures.items()):
         assert paths == [result.out / "figures" / f"{name}.{ending}" for ending in ("png", "svg")]
     table = pd.read_csv(result.tables["comparison"])
     (row,) = table[table["quantity"] == "held-out accuracy, greedy"].to_dict("records")
@@ -98,7 +99,7 @@ def run(tmp_path_factory):
 
 def test_tokens_have_their_text(run, tmp_path):
     frame = run.tokens(steps=SPIKE)
-    for rollout, rows in frame.groupby("rollout"):
+    for rollout, rows in some(frame.groupby("rollout")):
         assert rows.sort_values("position")["text"].tolist() == [
             WORDS[i] for i in ids_of(SPIKE, rollout)
         ]
@@ -144,7 +145,7 @@ def test_the_card_has_the_headlines_numbers_and_hostile_text_is_text(run, tmp_pa
 
     assert imread(write_card(run, tmp_path / "card.png")).shape[:2] == (630, 1200)
     text = unescape(write_card(run, tmp_path / "card.svg").read_text(encoding="utf-8"))
-    for one in moved_tokens(run, SPIKE, top=3):
+    for one in some(moved_tokens(run, SPIKE, top=3)):
         assert percent(one.share, 0, sign=True) in text
     assert not re.search("[\u202a-\u202e\u2066-\u2069\x00\x1b]", text)
     assert "<script>window" not in (tmp_path / "card.svg").read_text(encoding="utf-8")

@@ -20,6 +20,7 @@ from sharpscope.traces import TraceWriter, load_run, load_runs
 from sharpscope.traces.reader import pieces
 from tests.analysis.conftest import HOSTILE, LONG, SPIKE, WORDS, ids_of, in_file, write_report_run
 from tests.faults.test_untrusted import Elements
+from tests.loops import some
 from tests.traces.synthetic import new_run, rows
 
 
@@ -50,7 +51,7 @@ def test_the_policy_allows_exactly_what_is_in_the_page_and_no_text_became_markup
             base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts
         )
         assert rules[rule].split() == [f"'sha256-{digest}'" for digest in digests]
-    for tag, attributes in seen:
+    for tag, attributes in some(seen):
         assert not any(name.startswith("on") or name == "style" for name in attributes), (
             tag,
             attributes,
@@ -151,7 +152,7 @@ def test_tokens_carry_the_traces_numbers(made):
     number = data["runs"].index("grpo-s0")
     held = [c for c in data["completions"] if c["r"] == number and c["s"] == SPIKE]
     assert len(held) == 4 and {c["why"] for c in held} == {"spike"}
-    for completion in held:
+    for completion in some(held):
         words = [in_file(WORDS[i]) for i in ids_of(SPIKE, completion["n"])]
         assert [data["pieces"][i] for i in completion["t"]] == words
         rows_ = (

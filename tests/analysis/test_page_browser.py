@@ -10,6 +10,7 @@ import pytest
 from sharpscope.analysis.text import shown
 from sharpscope.traces import load_run
 from tests.analysis.conftest import HOSTILE, SPIKE, STEPS
+from tests.loops import some
 
 OPEN_ALL = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
 
@@ -105,7 +106,7 @@ def test_colors_follow_the_numbers(page, made):
         "score": columns["score"],
         "influence": columns["influence"],
     }
-    for name, values in expected.items():
+    for name, values in some(expected.items()):
         page.locator("#color").select_option(name)
         names = tokens.evaluate_all("all => all.map((e) => e.className)")
         classes = [each.removeprefix("token").strip() for each in names]
@@ -217,8 +218,8 @@ SEEN = """() => {
 @pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
 def test_the_popup_covers_no_control(page, size):
     page.set_viewport_size({"width": size[0], "height": size[1]})
-    for card in page.locator("#completions .completion").all():
-        for token in card.locator(".token").all()[::3]:
+    for card in some(page.locator("#completions .completion").all()):
+        for token in some(card.locator(".token").all()[::3]):
             token.focus()
             assert page.locator("#tip dl").is_visible() and page.evaluate(COVERED) == 0
             assert page.evaluate(SEEN)

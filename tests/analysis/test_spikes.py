@@ -25,6 +25,7 @@ from sharpscope.analysis.spikes import (
 from sharpscope.rules.judging import robust_z
 from sharpscope.traces import Runs, load_run
 from tests.analysis.conftest import SPIKE, STEPS, write_report_run
+from tests.loops import some
 
 
 def test_a_planted_spike_is_found_by_the_rule():
@@ -74,7 +75,7 @@ def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(
     rollouts = {"step": 1, "rollout": range(8), "group": np.arange(8) // 2, "prompt": "p"}
     prompts = prompt_shares(SimpleNamespace(rollouts=pd.DataFrame(rollouts)), 1, tokens)
     group = tokens["rollout"] // 2
-    for row in prompts.to_dict("records"):
+    for row in some(prompts.to_dict("records")):
         assert row["share"] == pytest.approx(tokens.loc[group == row["group"], "share"].sum())
     assert prompts["share"].sum() == pytest.approx(1.0)
     ranges = range_shares(tokens)

@@ -17,6 +17,7 @@ from sharpscope.causes.recorded import Recorded
 from sharpscope.causes.verdict import Verdict
 from tests.causes import planted
 from tests.causes.planted import END, GROUPS, LR, PARAMETERS, SIZE, STEPS
+from tests.loops import some
 
 
 @pytest.fixture(scope="module")
@@ -92,9 +93,9 @@ def test_beyond_chance_subtracts_five_standard_errors():
 def test_prefix_numbers_are_equal_exactly_where_the_prefixes_are(healthy):
     tokens = healthy.drawn.assign(key=healthy.prefix)
     seen: dict[int, tuple] = {}
-    for (step, _), part in tokens.groupby(["step", "rollout"]):
+    for (step, _), part in some(tokens.groupby(["step", "rollout"])):
         ids = part.sort_values("position")["token_id"].tolist()
-        for row in part.itertuples():
+        for row in some(part.itertuples()):
             prefix = (step, row.group, *ids[: row.position + 1])
             assert seen.setdefault(row.key, prefix) == prefix
     assert len(seen) == len(set(seen.values())) > 500

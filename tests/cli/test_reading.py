@@ -14,6 +14,7 @@ from sharpscope.analysis.headline import moved_tokens
 from sharpscope.cli import app
 from sharpscope.errors import UserError
 from tests.conftest import pair
+from tests.loops import some
 
 EXAMPLE = pair()
 GRPO, GRPO_SG = str(EXAMPLE / "grpo-s0"), str(EXAMPLE / "grpo-sg-s0")
@@ -30,7 +31,7 @@ def invoke(*arguments: object) -> str:
 def test_tokens_lists_the_largest_with_their_numbers():
     output = invoke("tokens", GRPO_SG, "--step", "8", "--top", "5")
     run = sharpscope.load_run(GRPO_SG)
-    for one in moved_tokens(run, 8, top=5):
+    for one in some(moved_tokens(run, 8, top=5)):
         assert (
             f"{100 * one.share:+.1f} %".replace("-", "−") in output
             and f"{one.probability:.3g}" in output
@@ -74,7 +75,7 @@ def test_json_has_the_numbers_of_the_tables():
     shown = json.loads(invoke("show", GRPO, GRPO_SG, "--json"))["sections"]
     (found,) = [section for section in shown if section["title"].startswith("Did grpo-sg")]
     table = compare_runs(sharpscope.load_runs(EXAMPLE))
-    for row in found["rows"]:
+    for row in some(found["rows"]):
         same = table[table["quantity"] == row["quantity"]].iloc[0]
         assert row["difference"] == pytest.approx(same["difference"], nan_ok=True)
 

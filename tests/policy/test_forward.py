@@ -15,6 +15,7 @@ from sharpscope.policy.cache import take_rows
 from sharpscope.policy.forward import Scorer, length_buckets, microbatches, score_completions
 from sharpscope.policy.head import layers_of
 from sharpscope.policy.token_stats import flat_entropy, flat_logp
+from tests.loops import some
 from tests.models import ARCHITECTURES, tiny_model
 from tests.oracles.generation import completion_logp
 from tests.policy.conftest import (
@@ -162,11 +163,11 @@ def test_microbatches_hold_every_row_once_and_keep_groups_together(
     group = torch.randperm(groups, generator=g).repeat_interleave(size) if shared else None
     batches = microbatches(lengths, budget, prompt_lengths=prompt, group=group)
     assert sorted(torch.cat(batches).tolist()) == list(range(groups * size))
-    for batch in batches:
+    for batch in some(batches):
         assert batch.tolist() == sorted(batch.tolist())
         units = batch.tolist() if group is None else group[batch].unique().tolist()
         work = int(lengths[batch].sum())
-        for unit in units:
+        for unit in some(units):
             members = torch.tensor([unit]) if group is None else (group == unit).nonzero()[:, 0]
             whole = int(lengths[members].sum() + prompt[members[0]])
             # a group that fits is in one piece

@@ -22,6 +22,7 @@ from sharpscope.policy.token_stats import (
     flat_proxy,
     logit_stats,
 )
+from tests.loops import some
 from tests.models import tiny_model
 from tests.oracles.token_gradients import token_statistics
 from tests.policy.conftest import token_stats, word_tokenizer
@@ -125,7 +126,7 @@ def test_the_filtered_policy_by_its_definition(temperature, monkeypatch):
     targets[:3] = (hidden @ weight.T)[:3].argmax(1)
     monkeypatch.setattr(module, "PROXY_MIN_P", 0.05)
     found = flat_proxy(hidden, Head(weight, None), targets, temperature)
-    for row, y in enumerate(targets.tolist()):
+    for row, y in some(enumerate(targets.tolist())):
         p = torch.softmax(hidden[row] @ weight.T / temperature, 0).tolist()
         kept = sum(value for value in p if value >= 0.05 * max(p))
         wanted = math.log(p[y] / kept) if p[y] >= 0.05 * max(p) else -math.inf
@@ -164,7 +165,7 @@ def test_curvature_by_autograd_and_a_step_of_adam_itself(top, warm, monkeypatch)
     found = flat_curvature(
         hidden, head, targets, temperature, advantage=advantage, lr=lr, moments=moments
     )
-    for row, y in enumerate(targets.tolist()):
+    for row, y in some(enumerate(targets.tolist())):
         copied = torch.nn.Parameter(weight.detach().clone())
         z = copied @ hidden[row] / temperature
         (advantage[row] * z.log_softmax(0)[y]).backward()

@@ -27,6 +27,7 @@ from sharpscope.tokens import norms
 from sharpscope.training import train
 from sharpscope.training.checkpoint import STATE, checkpoints
 from tests.faults.conftest import assert_same, tables
+from tests.loops import some
 from tests.models import keep_double_precision
 from tests.training.test_learner import learn, learner_of, method_of, world  # noqa: F401 - a fixture
 from tests.training.test_loop import StopAfter
@@ -115,7 +116,7 @@ def test_exact_norms_are_those_of_autograd(toy_config):
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(config.policy.model)
     exact = run.tokens().dropna(subset=["score_norm"])
-    for row in exact.itertuples():
+    for row in some(exact.itertuples()):
         rollout = run.rollouts[run.rollouts["rollout"] == row.rollout].iloc[0]
         whole = (
             run.tokens()[run.tokens()["rollout"] == row.rollout]
@@ -289,7 +290,7 @@ def test_columns_of_a_token_belong_to_the_update_that_first_used_it(toy_config):
     train(config)
     tokens = sharpscope.load_run(config.run_dir).tokens()
     assert sorted(tokens["update"].unique()) == [0, 1]
-    for _, part in tokens.groupby("update"):
+    for _, part in some(tokens.groupby("update")):
         assert part["attribution"].sum() == pytest.approx(1.0, abs=1e-3)
         exact = part.dropna(subset=["score_norm"])
         certain, drawn = (
@@ -389,12 +390,12 @@ def test_leading_tokens_have_their_local_norms_by_layer(recorded):
     kept = tokens.dropna(subset=["score_norm_by_layer"])
     size = (tokens["loss_coef"].abs() * tokens["score_norm_local"]).nlargest(8)
     assert set(kept.index) == set(size[size > 0].index)
-    for row in kept.to_dict("records"):
+    for row in some(kept.to_dict("records")):
         values = json.loads(row["score_norm_by_layer"])
         # the last norm is in no layer
         assert 0.5 < math.hypot(*values.values()) / row["score_norm_local"] <= 1 + 1e-5
     layers = layer_norms(run)
-    for _, update in run.updates.iterrows():
+    for _, update in some(run.updates.iterrows()):
         own = layers[(layers["step"] == update["step"]) & (layers["update"] == update["update"])]
         assert math.hypot(*own["grad_norm"]) == pytest.approx(update["grad_norm"], rel=1e-5)
         assert math.hypot(*own["update_norm"]) == pytest.approx(update["update_norm"], rel=1e-5)

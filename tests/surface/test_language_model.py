@@ -40,6 +40,7 @@ from sharpscope.surface.language_model import (
     token_batch,
 )
 from sharpscope.tasks.base import Example
+from tests.loops import some
 from tests.models import (
     OBJECTIVES,
     SMALL,
@@ -283,7 +284,7 @@ def test_solutions_are_correct_whole_and_scored():
     batch = found.solutions("train")
     rows = [item for item in found.split("train") if item.solution]
     assert len(batch) == len(rows)
-    for row, item in enumerate(rows):
+    for row, item in some(enumerate(rows)):
         length = int(batch.lengths[row])
         assert batch.input_ids[row, :length].tolist() == [*item.prompt_ids, *item.solution]
         scored = batch.scored[row]
@@ -326,7 +327,7 @@ def test_a_round_of_probes_fills_the_tables_columns_and_is_repeated_to_the_digit
 
     rows = measured()
     frame = pd.DataFrame(columns(rows)).assign(step=3)
-    for _, own in frame.groupby("functional"):
+    for _, own in some(frame.groupby("functional")):
         assert {"loss", "gradient_norm", "sam", "asam", "largest", "smallest", "trace"} <= set(
             own["quantity"]
         )

@@ -24,6 +24,7 @@ from sharpscope.tasks import (
     make_task,
     task_choice,
 )
+from tests.loops import some
 
 TRUTH = "(1) Ava is a knight\n(2) Liam is a knave"
 
@@ -205,7 +206,7 @@ def test_broken_files_say_where_and_what(tmp_path):
         "zero.parquet": "has no rows",
     }
     says |= {"folder": "of a known format", "absent.parquet": "no such file or folder"}
-    for name, problem in says.items():
+    for name, problem in some(says.items()):
         with pytest.raises(UserError, match=rf"{name}.*{problem}"):
             load(tmp_path / name)
 

@@ -27,6 +27,7 @@ from sharpscope.tasks.tool_qa import (
     information,
     make_world,
 )
+from tests.loops import some
 from tests.oracles import puzzles as oracle
 
 CORPUS = [
@@ -150,14 +151,14 @@ def task() -> ToolQa:
 def test_the_world_is_consistent_and_questions_follow_its_facts(task):
     world, splits = task.world, task.splits()
     assert world == make_task(ToolQaSpec(**SMALL)).world != make_world(300, 1)
-    for name, facts in world.facts.items():
+    for name, facts in some(world.facts.items()):
         assert {r: world.kinds[value] for r, value in facts.items()} == RELATIONS[world.kinds[name]]
         assert name not in facts.values()
     assert {name: len(examples) for name, examples in splits.items()} == {
         "train": 120,
         "heldout": 30,
     }
-    for example in (example for examples in splits.values() for example in examples):
+    for example in some(example for examples in splits.values() for example in examples):
         chain = example.meta["chain"]
         assert example.meta["level"] == len(chain)
         assert not {value for _, _, value in chain} & set(re.findall(r"\w+", example.prompt))
@@ -171,9 +172,9 @@ def test_the_world_is_consistent_and_questions_follow_its_facts(task):
 
 
 def test_a_perfect_player_answers_every_question(task):
-    for example in task.splits()["train"][::4]:
+    for example in some(task.splits()["train"][::4]):
         text = ""
-        for thing, relation, value in example.meta["chain"]:
+        for thing, relation, value in some(example.meta["chain"]):
             text += f"<think>what is the {relation} of {thing}?</think><search>{thing}</search>"
             reply = task.respond(example, text)
             assert reply.startswith("\n\n<information>Doc 1(Title: ")

@@ -22,6 +22,7 @@ from sharpscope.tokens import (
     score_norms,
     structure,
 )
+from tests.loops import some
 from tests.models import ARCHITECTURES, COMMON, random_batch, tiny_model, without_experts
 from tests.oracles.token_gradients import (
     aligned,
@@ -136,7 +137,7 @@ def test_groups_are_the_norms_of_their_parameters(architecture):
         "head": lambda n: "lm_head" in n or "embed_out" in n,
         "attention": lambda n: ("attn" in n or "attention." in n) and "norm" not in n,
     }
-    for group, inside in members.items():
+    for group, inside in some(members.items()):
         norm = sum(square for name, square in squares.items() if inside(name)) ** 0.5
         assert float(found.groups[group][place]) == pytest.approx(norm, rel=1e-8)
     kinds = sum(
@@ -174,7 +175,7 @@ def test_head_norm_is_the_output_layers_gradient(architecture, exact_eager):
     gradients, _ = expect(token_gradients, model, batch)
     found = run(model, batch, method="head")
     at = [name for name, _ in model.named_parameters()].index("lm_head.weight")
-    for place, gradient in gradients.items():
+    for place, gradient in some(gradients.items()):
         assert float(found.values[place]) == pytest.approx(float(gradient[at].norm()), rel=1e-8)
 
 
@@ -249,7 +250,7 @@ def test_exact_norms_do_not_depend_on_batches(monkeypatch):
         monkeypatch.setitem(norms.POSITIONS, "cpu", positions)
         monkeypatch.setattr(norms, "SLOTS", slots)
         found.append(score_norms(model, ids, mask, "exact").squared)
-    for other in found[1:]:
+    for other in some(found[1:]):
         torch.testing.assert_close(other, found[0], rtol=1e-12, atol=0)
 
 

@@ -41,6 +41,7 @@ from sharpscope.traces import (
 )
 from sharpscope.traces.parts import write_part
 from sharpscope.traces.schema import VERSION_KEY
+from tests.loops import some
 from tests.traces.synthetic import (
     Shape,
     damage_part,
@@ -64,7 +65,7 @@ def test_every_table_comes_back_value_by_value(tmp_path, table):
     assert list(frame) == TABLES[table].names
     for step in (1, 2):
         part = frame[frame.step == step]
-        for name, given in rows(table, step).items():
+        for name, given in some(rows(table, step).items()):
             if TABLES[table][name].type == "json":
                 assert [json.loads(text) for text in part[name]] == given
             elif name != "step":
@@ -446,7 +447,7 @@ def test_a_pack_gives_the_runs_that_went_in(packed):
         *tables,
     }
     assert list(pack.by_name) == list(whole.by_name) == ["deep/grpo-sg-s0", "grpo-s0"]
-    for name, run in whole.by_name.items():
+    for name, run in some(whole.by_name.items()):
         assert same(run, pack[name])
         assert same(run, load_run(packed / "pack" / name))
         assert pack[name].status == "finished"

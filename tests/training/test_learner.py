@@ -27,6 +27,7 @@ from sharpscope.training import updates as updates_module
 from sharpscope.training.learner import Learner, build_optimizer, set_learning_rate
 from sharpscope.training.rollouts import DataOrder, draw_rollouts
 from tests.launched import run_ranks
+from tests.loops import some
 
 
 @pytest.fixture
@@ -431,7 +432,7 @@ def test_leaving_out_groups_without_an_advantage_changes_nothing(world, method, 
     one, other = learned.tokens, all_learned.tokens
     names = vars(one).keys() - {"stats"}
     assert len(names) > 10
-    for name in names:
+    for name in some(names):
         mine, theirs = getattr(one, name), getattr(other, name)
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-13, equal_nan=True)
 
@@ -469,7 +470,7 @@ def test_the_loss_by_prompt_has_the_updates_loss_as_mean(world, name):
         part = replace(
             drawn, rollouts=drawn.rollouts.rows(rows), advantage=drawn.advantage[rows], stats=None
         )
-        for alone in values(part):
+        for alone in some(values(part)):
             assert float(value) == pytest.approx(float(alone), rel=1e-6)
 
 
@@ -636,10 +637,10 @@ def test_the_clip_by_module_bounds_a_spike_where_it_is(world):
         groups.setdefault(names[id(parameter)].split(".")[-2], []).append(id(parameter))
     assert set(groups) == set(averages) and len(groups) > 5
     squares = 0.0
-    for kind, members in groups.items():
+    for kind, members in some(groups.items()):
         norm = math.sqrt(sum(float(before[i].square().sum()) for i in members))
         factor = min(1.0, 2.0 * averages[kind] / norm)
-        for i in members:
+        for i in some(members):
             torch.testing.assert_close(after[i], factor * before[i])
         squares += (factor * norm) ** 2
         assert observed.state.norms[kind] == pytest.approx(
@@ -679,7 +680,7 @@ def test_two_processes_make_the_update_of_one(world, tmp_path):
     gradients_of(tmp_path / "world", tmp_path / "one")
     run_ranks(tmp_path, in_a_group, tmp_path / "world", tmp_path / "two")
     one, two = (torch.load(tmp_path / name) for name in ("one", "two"))
-    for name in one:
+    for name in some(one):
         for first, second in zip(one[name][:2], two[name][:2], strict=True):
             torch.testing.assert_close(
                 first, second, rtol=1e-5, atol=1e-6 * float(first.abs().max()), msg=name

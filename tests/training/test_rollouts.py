@@ -19,6 +19,7 @@ from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.training import train
 from sharpscope.training.evaluate import evaluate
 from sharpscope.training.rollouts import MAX_REDRAWS, DataOrder, draw_rollouts
+from tests.loops import some
 from tests.oracles import objective as oracle
 from tests.oracles.generation import completion_logp
 from tests.training.test_learner import gradient
@@ -227,7 +228,7 @@ def test_a_run_records_own_tokens_only(toy_config):
     tokens, heard = run.tokens(), 0
     tokenizer = load_policy(config.policy).tokenizer
     rollouts = run.rollouts.set_index(["step", "rollout"])
-    for place, part in tokens.groupby(["step", "rollout"]):
+    for place, part in some(tokens.groupby(["step", "rollout"])):
         part = part.sort_values("position")
         turns = np.split(
             part["token_id"].to_numpy(), np.flatnonzero(np.diff(part["position"]) > 1) + 1
