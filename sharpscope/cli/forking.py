@@ -89,28 +89,15 @@ def fork(
       sharpscope fork runs/first --step 40 --without top:12 --by effect --on sharpness
       sharpscope fork runs/first --from 20 --to 40 --without prompt:3
     """
-    from sharpscope.config import ForkSpec
-    from sharpscope.settings import parse_overrides
-
-    of_fork = [text for text in set_ or [] if text.startswith("fork.")]
-    given: dict[str, Any] = parse_overrides(of_fork).get("fork", {})
-    check_names(
-        "--set",
-        [f"fork.{name}" for name in given],
-        [f"fork.{name}" for name in ForkSpec.model_fields],
-    )
-    given |= {"model": model, "task": task, "on_progress": tell}
-    given["overrides"] = [text for text in set_ or [] if text not in of_fork]
-    arms: dict[str, Any] = {
+    given = _settings(set_ or []) | {"model": model, "task": task, "on_progress": tell}
+    of_methods = {
         "methods": split(methods),
         "outcomes": split(outcomes),
         "batches": batches,
+        "checkpoint": checkpoint,
+        "out": out,
     }
-    arms = {
-        name: value
-        for name, value in {**arms, "checkpoint": checkpoint, "out": out}.items()
-        if value
-    }
+    arms = {name: value for name, value in of_methods.items() if value}
     try:
         if not without and step is None:
             _methods(run, **given | arms)
@@ -121,6 +108,18 @@ def fork(
     except KeyboardInterrupt:
         say("interrupted: what was measured is kept; repeat the command to continue", err=True)
         raise typer.Exit(130) from None
+
+
+def _settings(texts: list[str]) -> dict[str, Any]:
+    """Fields of the fork, and `overrides` of the run, from `--set`."""
+    from sharpscope.config import ForkSpec
+    from sharpscope.settings import parse_overrides
+
+    of_fork = [text for text in texts if text.startswith("fork.")]
+    given: dict[str, Any] = parse_overrides(of_fork).get("fork", {})
+    known = [f"fork.{name}" for name in ForkSpec.model_fields]
+    check_names("--set", [f"fork.{name}" for name in given], known)
+    return given | {"overrides": [text for text in texts if text not in of_fork]}
 
 
 def _methods(run: Path | None, **given: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -84,56 +84,32 @@ def probe(
       sharpscope probe runs/first --all-checkpoints --set curvature_prompts=0
       sharpscope probe checkpoints/step-100 --rollouts dumped/step_100.jsonl --method grpo --out runs/replayed
     """
-    from sharpscope.config.run import Backend, ProbesSpec
+    from sharpscope.config.run import Backend
     from sharpscope.errors import UserError
-    from sharpscope.methods.named import parse_method
-    from sharpscope.settings import parse_overrides, validate
+    from sharpscope.settings import parse_overrides
     from sharpscope.traces import check_free, free_name
 
     check_names("--backend", [backend], get_args(Backend))
     values = parse_overrides(set_ or [])
-    # The default of the preset needs rewards, which a file of texts need not have.
-    defaults = {"preset": "standard", "curvature_prompts": WHOLE} | (
-        {} if data is None else {"functionals": ("nll",)}
-    )
-    spec: ProbesSpec = validate(ProbesSpec, defaults | values)
-    if not spec.functionals:
-        raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
+    spec = _spec(values, data)
+    of_rollouts = {
+        "steps": steps,
+        "method": method,
+        "temperature": temperature,
+        "force": force or None,
+    }
     if rollouts is not None:
         models = [*(model or []), *([] if run is None else [str(run)])]
         if len(models) != 1 or data is not None or all_checkpoints:
             raise UserError(
                 "--rollouts: goes with one checkpoint and without --data and --all-checkpoints"
             )
-        if not all(step.isdecimal() for step in split(steps)):
-            raise UserError(
-                f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20"
-            )
-        if not rollouts.exists():
-            raise UserError(f"--rollouts {rollouts}: no such file or folder")
+        options = _replay_options(rollouts, of_rollouts) | {"check": spec.check}
         out = out or free_name("runs/replayed")
         check_free(out)
-        options: dict[str, Any] = {"check": spec.check, "force": force}
-        options["steps"] = None if steps is None else [int(step) for step in split(steps)]
-        options["method"] = None if method is None else parse_method(method)
-        _replay(rollouts, models[0], out, temperature, options)
+        _replay(rollouts, models[0], out, **options)
         return
-    problems = {
-        "--steps, --method, --temperature, --force: go with --rollouts": any(
-            (steps, method, temperature, force)
-        ),
-        "probe: give a run's folder, or --model with --data": (run is None) == (not model),
-        "--data: goes with --model; a run is probed on its own probe set": run is not None
-        and data is not None,
-        "--all-checkpoints: goes with a run's folder, not with --model": run is None
-        and all_checkpoints,
-        "probe --model: needs --data, a JSONL or Parquet file of prompts and completions": run
-        is None
-        and data is None,
-    }
-    for text, wrong in problems.items():
-        if wrong:
-            raise UserError(text)
+    _check_probe(run, model, data, all_checkpoints, of_rollouts)
     out = out or free_name("probe" if run is None else f"{run}-probe")
     check_free(out)
     drawn = Pictures(spec, out) if pictures else None
@@ -142,6 +118,70 @@ def probe(
     else:
         found = _models(model or [], data, spec, backend, drawn)
     _report(found, out, json)
+
+
+def _spec(values: Mapping[str, Any], data: Path | None) -> ProbesSpec:
+    """What to measure."""
+    from sharpscope.config.run import ProbesSpec
+    from sharpscope.errors import UserError
+    from sharpscope.settings import validate
+
+    defaults: dict[str, Any] = {"preset": "standard", "curvature_prompts": WHOLE}
+    if data is not None:
+        # The default of the preset needs rewards, which a file of texts need not have.
+        defaults["functionals"] = ("nll",)
+    spec: ProbesSpec = validate(ProbesSpec, defaults | dict(values))
+    if not spec.functionals:
+        raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
+    return spec
+
+
+def _replay_options(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that go with `--rollouts`, as `_replay` takes them."""
+    from sharpscope.errors import UserError
+    from sharpscope.methods.named import parse_method
+
+    steps, temperature = given["steps"], given["temperature"]
+    if not all(step.isdecimal() for step in split(steps)):
+        raise UserError(
+            f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20"
+        )
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise UserError(
+            f"--temperature {temperature:g}: must be above 0; give that of the log-probabilities"
+        )
+    if not source.exists():
+        raise UserError(f"--rollouts {source}: no such file or folder")
+    return {
+        "steps": None if steps is None else [int(step) for step in split(steps)],
+        "method": None if given["method"] is None else parse_method(given["method"]),
+        "temperature": temperature,
+        "force": given["force"] is not None,
+    }
+
+
+def _check_probe(
+    run: Path | None,
+    models: Sequence[str] | None,
+    data: Path | None,
+    all_checkpoints: bool,
+    of_rollouts: Mapping[str, object],
+) -> None:
+    """Refuse options that do not go together."""
+    from sharpscope.errors import UserError
+
+    if any(value is not None for value in of_rollouts.values()):
+        raise UserError("--steps, --method, --temperature, --force: go with --rollouts")
+    if (run is None) == (not models):
+        raise UserError("probe: give a run's folder, or --model with --data")
+    if run is not None and data is not None:
+        raise UserError("--data: goes with --model; a run is probed on its own probe set")
+    if run is None and all_checkpoints:
+        raise UserError("--all-checkpoints: goes with a run's folder, not with --model")
+    if run is None and data is None:
+        raise UserError(
+            "probe --model: needs --data, a JSONL or Parquet file of prompts and completions"
+        )
 
 
 def short_names(models: Sequence[str]) -> list[str]:
@@ -287,7 +327,7 @@ def _keeping(batches: Iterator[ProbeBatch], first: list[ProbeBatch]) -> Iterator
 
 
 def _replay(
-    source: Path, model: str, out: Path, temperature: float | None, options: dict[str, Any]
+    source: Path, model: str, out: Path, *, temperature: float | None, **options: Any
 ) -> None:
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
     from sharpscope.integrations.importers import probe_rollouts

@@ -172,12 +172,8 @@ def run(
             raise UserError("--resume uses the settings of the run; remove the other options")
         _train(read_recorded(resume), quiet, resume=True)
         return
-    for one, several in (("method", methods), ("seed", seeds)):
-        if several is not None and options[one] is not None:
-            raise UserError(
-                f"--{one}: goes without --{one}s, which lists all; remove one of the two"
-            )
     content = {} if config is None else read_yaml(config)
+    _check_lists(method, methods, seed, seeds)
     if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
         if part or dry_run:
             raise UserError(
@@ -186,24 +182,36 @@ def run(
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
         _train(make_config(config_data(content, set_ or (), values)), quiet)
         return
-    if seeds is not None and not (split(seeds) and all(one.isdecimal() for one in split(seeds))):
-        raise UserError(
-            f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2"
-        )
-    if methods is not None and not split(methods):
-        raise UserError("--methods: names nothing; list them (sharpscope methods)")
+    from sharpscope.sweeps import plan_sweep, read_sweep
+
     content = content if SWEEP_FIELDS & set(content) else _as_sweep(content)
     content |= {} if out is None else {"out": str(out)}
     if methods is not None or method is not None:
         content["methods"] = split(methods) or [method]
     if seeds is not None or seed is not None:
         content["seeds"] = split(seeds) or [seed]
-    changes = config_data(
-        None, set_ or (), command_values(task=task, model=model, steps=steps, lr=lr)
-    )
-    from sharpscope.sweeps import plan_sweep, read_sweep
-
+    values = command_values(task=task, model=model, steps=steps, lr=lr)
+    changes = config_data(None, set_ or (), values)
     _sweep(plan_sweep(read_sweep(content), part or (), changes), workers, dry_run)
+
+
+def _check_lists(
+    method: str | None, methods: str | None, seed: int | None, seeds: str | None
+) -> None:
+    """Refuse a list beside its single value, and one that names nothing."""
+    from sharpscope.errors import UserError
+
+    for name, one, several in (("method", method, methods), ("seed", seed, seeds)):
+        if several is not None and one is not None:
+            raise UserError(
+                f"--{name}: goes without --{name}s, which lists all; remove one of the two"
+            )
+    if seeds is not None and not (split(seeds) and all(one.isdecimal() for one in split(seeds))):
+        raise UserError(
+            f"--seeds {seeds}: must be whole numbers separated by commas, such as 0,1,2"
+        )
+    if methods is not None and not split(methods):
+        raise UserError("--methods: names nothing; list them (sharpscope methods)")
 
 
 def evaluate(

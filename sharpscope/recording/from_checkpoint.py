@@ -21,9 +21,9 @@ from sharpscope.config.run import Check
 from sharpscope.errors import UserError
 from sharpscope.methods import reference_method
 from sharpscope.methods.advantages import estimate_advantages
-from sharpscope.methods.loss import policy_loss, token_normalizer
+from sharpscope.methods.first_update import FirstUpdate, first_update
 from sharpscope.methods.method import Method
-from sharpscope.methods.plan import calibrate, prepare
+from sharpscope.methods.plan import calibrate
 from sharpscope.policy import Policy, Rollouts, TokenStats, completions_of
 from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scorer
@@ -451,30 +451,23 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
         torch.nan_to_num(rows.tensor("ref_logp")).to(stats.logp) if method.needs_reference else None
     )
 
-    def first_update(one: Method) -> dict[str, Tensor]:
+    def of(one: Method) -> FirstUpdate:
+        """The first update of a method, calibrated on these rows."""
         tensors = step_tensors(whole, advantage, stats, torch.nan_to_num(old), 0.0, one)
         one = one.model_copy(update={"weight": calibrate(one.weight, tensors)})
-        plan = prepare(one, tensors)
-        logp = stats.logp.detach().clone().requires_grad_()
-        normalizer = token_normalizer(
-            one, mask, mask.shape[1], keep=plan.keep, group=rollouts.group, dtype=logp.dtype
-        )
-        out = policy_loss(one, plan, logp, normalizer, reference_logp=reference)
-        kl = torch.zeros_like(logp)
-        if out.divergence is not None:
-            (kl,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
-        (coef,) = torch.autograd.grad(out.loss, logp)
-        made = {
-            "loss_coef": coef,
-            "kl_coef": kl,
-            "ratio": out.ratio,
-            "clipped": out.clipped,
-            "weight": plan.weight,
-        }
-        return made | {"advantage": plan.advantage, "update": torch.zeros_like(logp)}
+        return first_update(one, tensors, mask.shape[1], stats.logp, reference)
 
-    weighted, plain = first_update(method), first_update(reference_method(method))
-    return weighted, _rotation(rows, weighted["loss_coef"], plain["loss_coef"])
+    weighted, plain = of(method), of(reference_method(method))
+    columns = {
+        "loss_coef": weighted.coef,
+        "kl_coef": weighted.kl_coef,
+        "ratio": weighted.loss.ratio,
+        "clipped": weighted.loss.clipped,
+        "weight": weighted.plan.weight,
+        "advantage": weighted.plan.advantage,
+        "update": torch.zeros_like(weighted.coef),
+    }
+    return columns, _rotation(rows, weighted.coef, plain.coef)
 
 
 def _rotation(rows: StepRows, weighted: Tensor, plain: Tensor) -> dict[str, float]:

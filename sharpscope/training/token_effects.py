@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sharpscope.methods import Method
-from sharpscope.methods.loss import coefficients
+from sharpscope.methods.first_update import first_update
 from sharpscope.methods.method import Kl
-from sharpscope.methods.plan import StepTensors, prepare
+from sharpscope.methods.plan import StepTensors
 from sharpscope.methods.token_weights import EffectWeight, UniformWeight
 from sharpscope.policy import Rollouts
 from sharpscope.tokens.optimizer_steps import ComingStep
@@ -28,8 +28,7 @@ def unweighted_coefficients(
     """∂L/∂log π_t (N, T) of one update of all rows at ratio 1, with all weights 1 and without KL term and penalty."""
     changes = {"weight": UniformWeight(), "kl": Kl(), "penalty": None, "tokens": None}
     plain = method.model_copy(update=changes)
-    plan = prepare(plain, step)
-    return coefficients(plain, plan, plan.behavior_logp, step.group, max_completion_length)
+    return first_update(plain, step, max_completion_length).coef
 
 
 def step_effects(

@@ -134,6 +134,11 @@ def test_the_sentences_say_what_the_numbers_mean():
         (["--model", "x", "--data", "y", "--set", "rhos=1"], "did you mean 'rho'"),
         (["--model", "x", "--data", "y", "--backend", "pyhesian"], "did you mean 'pyhessian'"),
         (["--model", "x", "--data", "y", "--force"], "go with --rollouts"),
+        (["--model", "x", "--data", "y", "--temperature", "0"], "go with --rollouts"),
+        (
+            ["--model", "x", "--rollouts", "y", "--temperature", "0"],
+            "--temperature 0: must be above 0",
+        ),
         (["--model", "/no/such", "--data", "none.jsonl"], "no such file"),
         (["--model", "x", "--data", "y", "--set", "functionals=[]"], "names nothing"),
         ([GRPO], "has no checkpoint to probe"),

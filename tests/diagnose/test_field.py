@@ -87,9 +87,9 @@ def test_nothing_critical_is_said_where_chance_or_success_explains_it():
 
 
 def test_an_order_of_events_has_no_line_without_a_change():
-    for name in RIGHT:
-        for change in some(diagnose(FIELD / name).order):
-            assert f"{change.before:.3g}" != f"{change.after:.3g}", name
+    orders = [(name, change) for name in RIGHT for change in diagnose(FIELD / name).order]
+    for name, change in some(orders, 10):
+        assert f"{change.before:.3g}" != f"{change.after:.3g}", name
 
 
 def test_the_reward_is_always_told():

@@ -1,0 +1,44 @@
+"""The first update of a step under a method, as a function of log-probabilities: its plan and the tokens' coefficients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sharpscope.methods.loss import LossOutput, policy_loss, token_normalizer
+from sharpscope.methods.method import Method
+from sharpscope.methods.plan import Plan, StepTensors, prepare
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstUpdate:
+    """One update on all rows of a step, which no weights have made; (N, T) each."""
+
+    plan: Plan
+    loss: LossOutput
+    coef: Tensor  # ∂L/∂log π
+    kl_coef: Tensor  # the KL term's part of it
+
+
+def first_update(
+    method: Method,
+    step: StepTensors,
+    max_completion_length: int,
+    logp: Tensor | None = None,
+    reference_logp: Tensor | None = None,
+) -> FirstUpdate:
+    """The update of a method whose constants are calibrated, at log-probabilities `logp` (N, T) [nats]; None: where the ratio is 1."""
+    plan = prepare(method, step)
+    leaf = (plan.behavior_logp if logp is None else logp).detach().clone().requires_grad_()
+    normalizer = token_normalizer(
+        method, plan.mask, max_completion_length, keep=plan.keep, group=step.group, dtype=leaf.dtype
+    )
+    kl_coef = torch.zeros_like(leaf)
+    with torch.enable_grad():
+        out = policy_loss(method, plan, leaf, normalizer, reference_logp=reference_logp)
+        if out.divergence is not None:
+            (kl_coef,) = torch.autograd.grad(out.divergence, leaf, retain_graph=True)
+        (coef,) = torch.autograd.grad(out.loss, leaf)
+    return FirstUpdate(plan=plan, loss=out, coef=coef, kl_coef=kl_coef)
