@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sharpscope.config import RunConfig, build_config, read_recorded
+from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.methods import named_method
 from sharpscope.methods.token_weights import SigmoidWeight
-from sharpscope.settings import settings_of, to_yaml
+from sharpscope.settings import known_settings, settings_of, to_yaml
 
 
 @pytest.mark.parametrize(
@@ -322,3 +323,14 @@ def test_a_message_quotes_the_start_and_the_end_of_a_long_value():
     message = str(refused.value)
     assert len(message) < 1600 and message.startswith("method = 'xxx") and "x … x" in message
     assert str(UserError("short")) == "short"
+
+
+def test_a_setting_that_is_gone_is_dropped_only_where_it_had_its_constant():
+    recorded = {"lr": 1e-3, "beta1": 0.9}
+    assert known_settings(OptimizerSpec, recorded) == {"lr": 1e-3}
+    with pytest.raises(UserError, match=r"beta1 = 0.8: .* now it is 0.9 always"):
+        known_settings(OptimizerSpec, recorded | {"beta1": 0.8})
+    # also within a part
+    assert known_settings(RunConfig, {"optimizer": recorded}) == {"optimizer": {"lr": 1e-3}}
+    with pytest.raises(UserError, match=r"beta1 = 0.8"):
+        known_settings(RunConfig, {"optimizer": recorded | {"beta1": 0.8}})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -13,7 +14,8 @@ from safetensors.torch import load_file
 
 import sharpscope
 from sharpscope.analysis import analyze
-from sharpscope.cli import main
+from sharpscope.analysis import forks as fork_analysis
+from sharpscope.cli import forking, main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.distributed import Launch
 from sharpscope.errors import UserError
@@ -544,3 +546,20 @@ def test_importance_weighting_of_drawn_completions_is_unbiased_within_its_standa
     assert abs(change) > 4 * error  # there is something to see
     assert abs(float(found.mean()) - change) < 3.5 * error
     assert 0.6 < float(torch.tensor(errors).square().mean().sqrt()) / float(found.std()) < 1.6
+
+
+def test_a_repeated_call_prints_the_fork_that_was_asked_for(monkeypatch, capsys, tmp_path):
+    """A folder holds two forks; the one asked for is the first of the table, not that of its last row."""
+    frame = pd.DataFrame({"fork": ["asked", "asked", "other"], "value": [1.0, 2.0, 3.0]})
+    made = SimpleNamespace(forks=frame, path=tmp_path)
+    monkeypatch.setattr(experiment, "measure_fork", lambda *_, **__: (made, "asked"))
+    seen = []
+
+    def differences(rows):
+        seen.append(rows["value"].tolist())
+        return rows
+
+    monkeypatch.setattr(fork_analysis, "fork_differences", differences)
+    monkeypatch.setattr(fork_analysis, "fork_sections", lambda rows, most: [])
+    forking._methods(None, model="x")
+    assert seen == [[1.0, 2.0]] and "Written: " in capsys.readouterr().out

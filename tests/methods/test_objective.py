@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from sharpscope.methods import Method, method_names, named_method
-from sharpscope.methods.loss import importance_ratio, policy_loss, token_normalizer
+from sharpscope.methods.loss import (
+    clipped_objective,
+    gmpo_objective,
+    importance_ratio,
+    policy_loss,
+    token_normalizer,
+)
 from sharpscope.methods.method import (
     AdvantageTokens,
     ClipCovTokens,
@@ -474,3 +480,26 @@ def test_weighted_percentiles_against_brute_force(seed: int):
     inside, masses = value[mask].tolist(), mass[mask].tolist()
     for q in (0.5, 10, 37, 50, 90, 100):
         assert percentile(value, mask, q, mass) == oracle.mass_percentile(inside, masses, q / 100)
+
+
+ASYMMETRIC = {
+    "ppo": lambda high, low: [high, 0, 0, -low],
+    "dual": lambda high, low: [high, 0, 0, -low],
+    "cispo": lambda high, low: [high, high, -low, -low],
+    "gmpo": lambda high, low: [high, 0, 0, -low],
+    "dppo": lambda high, low: [high, 0, 0, -low],
+}
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.1, 0.3), (0.3, 0.1)])
+@pytest.mark.parametrize("kind", ASYMMETRIC)
+def test_the_sides_of_an_asymmetric_clip_are_not_exchanged(kind, low, high):
+    """Where a bound acts on ratios of 1.2 and 0.8 with both signs of the advantage, against the cases written out."""
+    ratio = torch.tensor([[1.2, 1.2, 0.8, 0.8]], dtype=torch.float64)
+    advantage = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+    clip = Method.model_validate({"clip": {"kind": kind, "low": low, "high": high}}).clip
+    if kind == "gmpo":
+        _, flags = gmpo_objective(clip, ratio.log(), advantage, torch.ones_like(ratio).bool())
+    else:  # π = 1, so that dppo's |π − π_old| is |1 − 1/r|
+        _, flags = clipped_objective(clip, ratio, advantage, torch.zeros_like(ratio))
+    assert flags.tolist() == [ASYMMETRIC[kind](int(high < 0.2), int(low < 0.2))]

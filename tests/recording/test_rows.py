@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import sharpscope
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.policy import load_policy
 from sharpscope.policy.sharding import ModelView
+from sharpscope.recording import norms as norms_module
 from sharpscope.recording.norms import gradient_norms, layer_groups, update_norms
 from sharpscope.recording.probe_sets import (
     Drawer,
@@ -277,3 +279,30 @@ def test_norms_by_layer_are_those_of_the_parameters_of_each_name(tie, decay):
             == moved.total
             == pytest.approx(math.hypot(*moved.layers.values()), rel=1e-12)
         )
+
+
+def test_parts_that_several_processes_hold_count_once(monkeypatch):
+    """Four processes, of which pairs hold the same half of a matrix (HSDP): its norm is that of the whole matrix."""
+    whole = torch.arange(1.0, 9.0, dtype=torch.float64).reshape(4, 2)
+    halves = [whole[:2], whole[2:]]
+
+    class Part:
+        """This process's half, which one other process holds too."""
+
+        device_mesh = SimpleNamespace(size=lambda axis: (2, 2)[axis])
+        placements = (
+            SimpleNamespace(is_replicate=lambda: True),
+            SimpleNamespace(is_replicate=lambda: False),
+        )
+
+        def to_local(self) -> torch.Tensor:
+            return halves[0]
+
+    def gathered(own: list[float]) -> list[list[float]]:
+        squares = [float(half.square().sum()) / 2 for half in halves]
+        assert own == [squares[0]]
+        return [[square] for square in (squares[0], squares[1], squares[0], squares[1])]
+
+    monkeypatch.setattr(norms_module.distributed, "gather", gathered)
+    found = norms_module.squares([Part(), None, torch.full((3,), 2.0)])
+    assert found == pytest.approx([float(whole.square().sum()), 0.0, 12.0], rel=1e-12)
