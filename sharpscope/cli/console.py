@@ -88,7 +88,6 @@ Model = Annotated[
     str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")
 ]
 Task = Annotated[str | None, Option(help="Kind of a task: `sharpscope config tasks`.")]
-Methods = Annotated[str | None, Option(help=METHODS)]
 Set = Annotated[
     list[str] | None,
     Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable."),

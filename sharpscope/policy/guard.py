@@ -168,17 +168,33 @@ def working_precision(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def moved_by(parameters: Sequence[Tensor], steps: Sequence[Tensor | None]) -> Iterator[None]:
-    """Context in which the parameters are θ + step; afterwards they have their original storage, which was not written to."""
-    before = [parameter.data for parameter in parameters]
+def placed(parameters: Sequence[Tensor], values: Sequence[Tensor] | None = None) -> Iterator[None]:
+    """Within it the weights are `values` (None: as they are); afterwards they are bit for bit what they were."""
+    kept = [parameter.detach().clone() for parameter in parameters]
     try:
-        for parameter, step in zip(parameters, steps, strict=True):
-            if step is not None:
-                parameter.data = parameter.data + step
+        _write(parameters, values or ())
         yield
     finally:
-        for parameter, data in zip(parameters, before, strict=True):
-            parameter.data = data
+        _write(parameters, kept)
+
+
+@torch.no_grad()
+def _write(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=False):
+        parameter.copy_(value)
+
+
+@contextmanager
+def moved_by(
+    parameters: Sequence[Tensor], steps: Iterable[Tensor | None], scale: float = 1.0
+) -> Iterator[None]:
+    """Within it the weights are moved by scale·step (None: not at all); afterwards they are bit for bit what they were."""
+    with placed(parameters):
+        with torch.no_grad():
+            for parameter, step in zip(parameters, steps, strict=True):
+                if step is not None:
+                    parameter.add_(step, alpha=scale)
+        yield
 
 
 def remembered(model: nn.Module) -> dict[str, Any]:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
 from pydantic import BaseModel
+from ruamel.yaml import YAML, YAMLError
+from ruamel.yaml.nodes import CollectionNode, MappingNode, Node
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.untrusted import UnreadableError, read_text
 
 YAML_ERRORS = (
-    yaml.YAMLError,
+    YAMLError,
     ValueError,
     RecursionError,
     OverflowError,
@@ -27,64 +29,34 @@ YAML_ERRORS = (
     AttributeError,
     KeyError,
 )
-"""Exceptions that invalid YAML can raise; PyYAML's constructors also raise Python's built-in ones."""
-
+"""Exceptions that invalid YAML can raise; constructors of values also raise Python's built-in ones."""
 
 MOST_VALUES = 200_000
 LARGEST = 4_000_000
 """Largest configuration file [bytes]."""
 
 
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which rejects duplicate keys, and reads 1e-4 as a number and off as text, as YAML 1.2 does."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """As in PyYAML; a key given twice raises."""
-        keys = set()
-        for key, _ in node.value:
-            if key.tag == "tag:yaml.org,2002:merge" or key.value.__hash__ is None:
-                continue
-            if (key.tag, key.value) in keys:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"duplicate key {key.value!r}", key.start_mark
-                )
-            keys.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [one for one in known if one[0] != "tag:yaml.org,2002:bool" or first in "tTfF"]
-    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-
-
-class _Dumper(yaml.SafeDumper):
-    """PyYAML's safe dumper, which puts text in quotes that `_Loader` reads as a number."""
-
-
-_EXPONENT: Any = (
-    "tag:yaml.org,2002:float",
-    re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+$"),
-    list("+-0123456789"),
-)
-_Loader.add_implicit_resolver(*_EXPONENT)
-_Dumper.add_implicit_resolver(*_EXPONENT)
+def _yaml() -> YAML:
+    """YAML 1.2 of plain values, whose reader refuses a key that is given twice; one is used once."""
+    made = YAML(typ="safe", pure=True)
+    made.default_flow_style = False
+    made.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    return made
 
 
 def load_yaml(text: str) -> Any:
     """Parse YAML text into plain values; what is not valid or too much with aliases expanded raises one of `YAML_ERRORS`."""
-    loader = _Loader(text)
-    node = loader.get_single_node()
+    node = _yaml().compose(text)
     if node is not None and _expanded_size(node, {}) > MOST_VALUES:
-        raise yaml.YAMLError(f"more than {MOST_VALUES:,} values")
-    return None if node is None else loader.construct_document(node)
+        raise YAMLError(f"more than {MOST_VALUES:,} values")
+    return _yaml().load(text)
 
 
-def _expanded_size(node: yaml.Node, known: dict[int, int]) -> int:
+def _expanded_size(node: Node, known: dict[int, int]) -> int:
     """Number of values in a node, with aliases counted at each use; one that contains itself is a RecursionError."""
     if id(node) not in known:
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        flat = chain.from_iterable(children) if isinstance(node, yaml.MappingNode) else children
+        children = node.value if isinstance(node, CollectionNode) else []
+        flat = chain.from_iterable(children) if isinstance(node, MappingNode) else children
         known[id(node)] = 1 + sum(_expanded_size(child, known) for child in flat)
     return known[id(node)]
 
@@ -105,7 +77,7 @@ def read_yaml(file: Path) -> dict[str, Any]:
     except YAML_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark is not None else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        problem = " ".join(str(getattr(error, "problem", None) or error).split()).replace('"', "'")
         raise UserError(f"config file '{file}'{line}: not valid YAML ({problem})") from None
     if not isinstance(data, dict | None):
         raise UserError(
@@ -116,9 +88,9 @@ def read_yaml(file: Path) -> dict[str, Any]:
 
 def to_yaml(config: BaseModel) -> str:
     """Return the configuration as YAML; `build_config` reads it back to the same value."""
-    return yaml.dump(
-        config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True
-    )
+    written = io.StringIO()
+    _yaml().dump(config.model_dump(mode="json"), written)
+    return written.getvalue()
 
 
 def nested(path: str, value: Any) -> dict[str, Any]:

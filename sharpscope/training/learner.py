@@ -22,6 +22,7 @@ from sharpscope.methods.plan import Plan, calibrate, per_token, prepare
 from sharpscope.methods.token_weights import EffectWeight, number
 from sharpscope.policy import Policy, Rollouts, TokenStats, load_policy
 from sharpscope.policy.forward import Scorer
+from sharpscope.policy.guard import placed
 from sharpscope.policy.head import output_head
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import ModelView, gathered_copy, is_shard
@@ -41,7 +42,7 @@ from sharpscope.seeds import generator
 from sharpscope.tokens import Clip
 from sharpscope.tokens.muon import Muon
 from sharpscope.training.token_effects import step_effects
-from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates, placed
+from sharpscope.training.updates import BeforeOptimizer, Gradient, Updates
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from sharpscope.methods.plan import Plan, prepare
 from sharpscope.policy import Rollouts, TokenStats
 from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scored, shortest
+from sharpscope.policy.guard import moved_by
 from sharpscope.policy.token_stats import flat_entropy
 from sharpscope.recording.capture import StepCapture
 from sharpscope.recording.norms import Norms, gradient_norms, norms, total_norm, update_norms
@@ -154,7 +154,7 @@ class Updates:
         if spec is None or not (math.isfinite(norm) and norm > 0):
             return gradient.norms
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
-        with _moved(parameters, first, spec.ascent(norm)):
+        with moved_by(parameters, first, spec.ascent(norm)):
             self._backward(gradient.rows, gradient.pass_index)
         if spec.kind != "sam":
             for parameter, value in zip(parameters, first, strict=True):
@@ -457,7 +457,7 @@ class Updates:
         learner, parameters = self.learner, self.learner.parameters
         gradients = [p.grad for p in parameters]
         factors = learner.clipping(self.method, gradients, norm, self.progress).factors
-        with _moved(parameters, coming_step(learner.optimizer, parameters, gradients, factors)):
+        with moved_by(parameters, coming_step(learner.optimizer, parameters, gradients, factors)):
             call()
 
 
@@ -467,34 +467,6 @@ def _added(gradients: Sequence[Gradient]) -> Gradient:
         [part for part in parts if part is not None] for parts in zip(*gradients, strict=True)
     ]
     return [reduce(torch.add, parts) if parts else None for parts in present]
-
-
-@contextmanager
-def _moved(
-    parameters: Sequence[nn.Parameter], steps: Iterable[Tensor | None], scale: float = 1.0
-) -> Iterator[None]:
-    """Within it the weights are moved by scale·steps; afterwards they are bit for bit what they were."""
-    with placed(parameters, None):
-        with torch.no_grad():
-            for parameter, step in zip(parameters, steps, strict=True):
-                if step is not None:
-                    parameter.add_(step, alpha=scale)
-        yield
-
-
-@contextmanager
-def placed(parameters: Sequence[nn.Parameter], values: Sequence[Tensor] | None) -> Iterator[None]:
-    """Within it the weights are `values` (None: as they are); afterwards they are bit for bit what they were."""
-    kept = [p.detach().clone() for p in parameters]
-    try:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, values or parameters, strict=True):
-                parameter.copy_(value)
-        yield
-    finally:
-        with torch.no_grad():
-            for parameter, weights in zip(parameters, kept, strict=True):
-                parameter.copy_(weights)
 
 
 def _scale_gradients(parameters: Sequence[nn.Parameter], factors: Sequence[float]) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError
-from sharpscope.policy.directions import length
 from sharpscope.surface.operators.base import Operator, flatten
 
 
@@ -58,11 +57,3 @@ def threshold(optimizer: torch.optim.Optimizer) -> float:
     group = optimizer.param_groups[0]
     beta1, lr = group["betas"][0], float(group["lr"])
     return (2 + 2 * beta1) / ((1 - beta1) * lr)
-
-
-def unscaled(vector: Tensor, scale: Tensor | None) -> Tensor:
-    """P^(−1/2) v, normalized: the direction in parameters of an eigenvector v of a preconditioned operator."""
-    if scale is None:
-        return vector
-    moved = vector * scale
-    return moved / length(moved)
