@@ -497,8 +497,9 @@ def test_the_sides_of_an_asymmetric_clip_are_not_exchanged(kind, low, high):
     """Where a bound acts on ratios of 1.2 and 0.8 with both signs of the advantage, against the cases written out."""
     ratio = torch.tensor([[1.2, 1.2, 0.8, 0.8]], dtype=torch.float64)
     advantage = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
+    base = "gmpo" if kind == "gmpo" else "grpo"
     settings = {"clip": {"kind": kind, "low": low, "high": high}}
-    clip = Method.model_validate(named_method("grpo").model_dump() | settings).clip
+    clip = Method.model_validate(named_method(base).model_dump() | settings).clip
     if kind == "gmpo":
         _, flags = gmpo_objective(clip, ratio.log(), advantage, torch.ones_like(ratio).bool())
     else:  # π = 1, so that dppo's |π − π_old| is |1 − 1/r|
