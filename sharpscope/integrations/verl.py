@@ -408,14 +408,14 @@ def _opened(data: Any, tokenizer: Any) -> _Step:
         return values[kept, :width]
 
     mask, old = of_tokens("response_mask").bool(), of_tokens("old_log_probs").double()
-    serial, given = distributed.rank(), GIVEN
+    serial = distributed.rank()
     present = _Step(
         capture=StepCapture(),
         serial=serial,
         row_of=row_of,
         mask=mask,
         old=old,
-        given=given,
+        given=GIVEN,
         temperature=_temperature(data),
     )
     name = next((name for name in _REWARDS if name in data), None)

@@ -343,16 +343,12 @@ class StepRows:
     @property
     def given(self) -> dict[str, Any]:
         """Arguments of the probes: IDs, attention mask and the mask (N, P+T) of the trace's tokens, temperature."""
-        made, mask = (
-            self.rollouts,
-            pad(self.rollouts.completion_mask, (self.rollouts.prompt_width, 0)),
-        )
-        arguments = {
-            "input_ids": made.input_ids,
-            "mask": mask,
-            "attention_mask": made.attention_mask,
+        return {
+            "input_ids": self.rollouts.input_ids,
+            "mask": pad(self.rollouts.completion_mask, (self.rollouts.prompt_width, 0)),
+            "attention_mask": self.rollouts.attention_mask,
+            "temperature": self.temperature,
         }
-        return arguments | {"temperature": self.temperature}
 
     def tensor(self, column: str) -> Tensor:
         """(N, T) float64 values of a column of the token rows; NaN where they are null and outside the mask."""
