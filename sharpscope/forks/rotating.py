@@ -24,7 +24,7 @@ from sharpscope.methods import (
     reference_method,
     same_at_one_update,
 )
-from sharpscope.methods.loss import coefficients
+from sharpscope.methods.first_update import first_update
 from sharpscope.methods.method import CurvatureTokens, DualClip, Kl, Method, PpoClip, Sampling
 from sharpscope.methods.plan import (
     TOKEN_COLUMNS,
@@ -521,7 +521,7 @@ class _Start(Start):
         if model is not None:
             other = learner.scorer.log_probabilities(rollouts, model=model)
         limit = self.config.rollout.max_new_tokens
-        coef = coefficients(method, plan, stats.logp, rollouts.group, limit, other)
+        coef = first_update(method, plan, rollouts.group, limit, stats.logp, other).coef
         tokens = StepTokens.unused(stats)
         tokens.loss_coef, tokens.weight, tokens.advantage = (
             coef.cpu(),

@@ -102,24 +102,6 @@ def policy_loss(
     )
 
 
-def coefficients(
-    method: Method,
-    plan: Plan,
-    logp: Tensor,
-    group: Tensor,
-    max_completion_length: int,
-    reference_logp: Tensor | None = None,
-) -> Tensor:
-    """∂L/∂log π_t (N, T) of one update of all rows, its first pass, where the policy has the log-probabilities `logp` (N, T) [nats]."""
-    logp = logp.detach().clone().requires_grad_()
-    normalizer = token_normalizer(
-        method, plan.mask, max_completion_length, keep=plan.keep, group=group, dtype=logp.dtype
-    )
-    with torch.enable_grad():
-        loss = policy_loss(method, plan, logp, normalizer, reference_logp=reference_logp).loss
-    return torch.autograd.grad(loss, logp)[0]
-
-
 @dataclass
 class MethodState:
     """What a method keeps between updates."""

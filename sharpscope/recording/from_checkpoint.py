@@ -23,7 +23,7 @@ from sharpscope.methods import reference_method
 from sharpscope.methods.advantages import estimate_advantages
 from sharpscope.methods.first_update import FirstUpdate, first_update
 from sharpscope.methods.method import Method
-from sharpscope.methods.plan import calibrate
+from sharpscope.methods.plan import Plan, calibrate, prepare
 from sharpscope.policy import Policy, Rollouts, TokenStats, completions_of
 from sharpscope.policy.directions import noise_rotation, rotation
 from sharpscope.policy.forward import Scorer
@@ -447,20 +447,23 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
         torch.nan_to_num(rows.tensor("ref_logp")).to(stats.logp) if method.needs_reference else None
     )
 
-    def of(one: Method) -> FirstUpdate:
+    def of(one: Method) -> tuple[Plan, FirstUpdate]:
         """The first update of a method, calibrated on these rows."""
         tensors = step_tensors(whole, advantage, stats, torch.nan_to_num(old), 0.0, one)
         one = one.model_copy(update={"weight": calibrate(one.weight, tensors)})
-        return first_update(one, tensors, mask.shape[1], stats.logp, reference)
+        plan = prepare(one, tensors)
+        made = first_update(one, plan, rollouts.group, mask.shape[1], stats.logp, reference)
+        return plan, made
 
-    weighted, plain = of(method), of(reference_method(method))
+    plan, weighted = of(method)
+    _, plain = of(reference_method(method))
     columns = {
         "loss_coef": weighted.coef,
         "kl_coef": weighted.kl_coef,
         "ratio": weighted.loss.ratio,
         "clipped": weighted.loss.clipped,
-        "weight": weighted.plan.weight,
-        "advantage": weighted.plan.advantage,
+        "weight": plan.weight,
+        "advantage": plan.advantage,
         "update": torch.zeros_like(weighted.coef),
     }
     return columns, _rotation(rows, weighted.coef, plain.coef)

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from sharpscope.methods import Method
 from sharpscope.methods.first_update import first_update
 from sharpscope.methods.method import Kl
-from sharpscope.methods.plan import StepTensors
+from sharpscope.methods.plan import StepTensors, prepare
 from sharpscope.methods.token_weights import EffectWeight, UniformWeight
 from sharpscope.policy import Rollouts
 from sharpscope.tokens.optimizer_steps import ComingStep
@@ -28,7 +28,8 @@ def unweighted_coefficients(
     """∂L/∂log π_t (N, T) of one update of all rows at ratio 1, with all weights 1 and without KL term and penalty."""
     changes = {"weight": UniformWeight(), "kl": Kl(), "penalty": None, "tokens": None}
     plain = method.model_copy(update=changes)
-    return first_update(plain, step, max_completion_length).coef
+    plan = prepare(plain, step)
+    return first_update(plain, plan, step.group, max_completion_length).coef
 
 
 def step_effects(
