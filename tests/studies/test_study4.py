@@ -13,6 +13,7 @@ from sharpscope.policy.guard import guarded
 from sharpscope.tokens.outcomes import Outcome
 from sharpscope.tokens.rows import make_rows
 from sharpscope.tokens.update_effects import UpdateEffects
+from tests.loops import some
 from tests.models import tiny_model
 
 tokens = importlib.import_module("experiments.studies.4.tokens")
@@ -115,7 +116,7 @@ def test_slope_is_the_derivative_of_the_measured_change_at_equal_kl(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokens, "TOLERANCE", 1e-10)
-    for one, found, outcomes, step in planted(1, kind, 1.0):
+    for one, found, outcomes, step in some(planted(1, kind, 1.0)):
         rows = pd.DataFrame(tokens.slopes(found, step, "sharpness", {}))
         rows = rows[(rows["kind"] == "equal KL") & (rows["side"] == "all")].set_index("regressor")
         share = found.mass / found.mass.sum()
@@ -136,7 +137,7 @@ def test_slope_is_the_derivative_of_the_measured_change_at_equal_kl(
 
 
 def test_classes_of_probability_sum_to_the_effects() -> None:
-    for _, found, _, step in planted(2, "sgd", 1.0):
+    for _, found, _, step in some(planted(2, "sgd", 1.0)):
         rows = pd.DataFrame(tokens.bins(found, step, "sharpness", {})).set_index(["side", "bin"])
         effect = step.at_equal_kl("sharpness")
         order = found.values["unlikely"].argsort(descending=True)
