@@ -300,7 +300,8 @@ def test_local_links_exist(page):
         "gallery.md",
         *(f"images/gallery/{name}-{only}.png" for name in PLOTS for only in ("light", "dark")),
     }
-    for target in some(re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", NAMES[page].read_text("utf-8"))):
+    broken = []
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", NAMES[page].read_text("utf-8")):
         path = (NAMES[page].parent / target).resolve()
         own = (
             path.relative_to(ROOT / "docs").as_posix()
@@ -311,9 +312,9 @@ def test_local_links_exist(page):
             path.parent == ROOT / "docs" / "images"
             and (ROOT / "figures" / "paper" / path.name).exists()
         )
-        assert "://" in target or path.exists() or own in generated or figure, (
-            f"{page}: no file {target}"
-        )
+        if not ("://" in target or path.exists() or own in generated or figure):
+            broken.append(target)
+    assert broken == [], page
 
 
 # -- The Python of the pages
