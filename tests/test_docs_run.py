@@ -478,3 +478,10 @@ def test_the_skill_names_commands_that_are_there(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["skill", "--out", out])
     assert ended.value.code == 2 and "has a SKILL.md already" in capsys.readouterr().err
+
+
+def test_the_architecture_page_names_files_that_exist():
+    text = (ROOT / "docs" / "explanations" / "architecture.md").read_text("utf-8")
+    named = set(re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", text))
+    assert len(named) > 25
+    assert [name for name in sorted(named) if not (ROOT / "sharpscope" / name).is_file()] == []
