@@ -50,10 +50,6 @@ class Interval:
     kind: Literal["t", "bca", "sign-flip", "wilson"]
     level: float = LEVEL
 
-    def percent(self, digits: int = 1) -> str:
-        """`[1.2, 5.9]`: the ends in percent."""
-        return f"[{100 * self.low:.{digits}f}, {100 * self.high:.{digits}f}]"
-
 
 def mean_interval(values: Sequence[float] | Numbers) -> Interval | None:
     """Student's interval of the mean of `values` (n,), mean ± t_{0.975, n−1}·s/√n; None for fewer than 2 finite ones."""

@@ -26,6 +26,7 @@ from sharpscope.analysis.tokens import (
     Columns,
     Reduced,
     Reducer,
+    complement,
     deciles,
     held_by_largest,
     inverse_inclusion,
@@ -46,7 +47,7 @@ def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
     exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
     # where no token was drawn at random, no probability is recorded: all that have a norm count alike
     weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
-    rest = -np.expm1(tokens["logp"].astype(np.float64))
+    rest = complement(tokens["logp"])
     head, logit = (
         tokens["head_grad_norm"].astype(np.float64),
         tokens["logit_grad_norm"].astype(np.float64),
@@ -143,7 +144,7 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
     if used.sum() < FEWEST_CURVE:
         return None
     pull = coef[used] * norm[used]
-    null = coef[used] * -np.expm1(tokens["logp"][used].astype(np.float64))
+    null = coef[used] * complement(tokens["logp"][used])
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
     count = inverse_inclusion(tokens)[used]

@@ -20,7 +20,7 @@ from sharpscope.analysis.plots.style import (
     color_of,
     colors,
     legend,
-    panel,
+    picture,
     plain,
     styled,
     titled,
@@ -118,7 +118,8 @@ def paired_dots(verdict: Verdict) -> Figure:
         return {"plain": data, "log": 100 * np.expm1(data)}.get(claim.scale, 100 * data)
 
     with styled():
-        figure, axis = panel(WIDTHS["two"], 0.5 + 0.3 * len(parts))
+        figure = picture(WIDTHS["two"])
+        (axis,) = figure.panels(1, 0.5 + 0.3 * len(parts))
         axis.axvline(0, color=GRAY, linewidth=0.8)
         axis.axvline(float(scaled(margin)), color=GRAY, linewidth=0.8, linestyle="--")
         for row, frame in enumerate(parts.values()):

@@ -131,12 +131,6 @@ def picture(width: float) -> Picture:
     return figure
 
 
-def panel(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure of this size [inches] with one axis."""
-    figure = picture(width)
-    return figure, figure.panels(1, height)[0]
-
-
 def plain(text: object, limit: int = 60) -> str:
     """Text as a figure's label: no math mode, and shown in legends also if it begins with an underscore."""
     clean = printable(text, limit)
