@@ -161,7 +161,7 @@ def test_every_command_has_help_with_an_example_and_its_place():
     listing = runner.invoke(app, ["--help"], terminal_width=200).output
     commands = re.findall(r"^│ ([a-z][a-z-]+) {2,}", listing, flags=re.MULTILINE)
     listed = [name for names in PANELS.values() for name in names]
-    assert len(listed) == 18 and commands == listed
+    assert len(listed) == 19 and commands == listed
     for command in some(listed):
         shown = runner.invoke(app, [command, "--help"], terminal_width=200)
         assert shown.exit_code == 0 and f"sharpscope {command}" in shown.output, command
