@@ -280,21 +280,23 @@ def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
         after = []
         for label in dict.fromkeys(rows["setting"].iloc[0] for rows in runs):
             last = [rows.iloc[-1] for rows in runs if rows["setting"].iloc[0] == label]
-            text = f"{over_seeds([(100 * row['accuracy'], 100 * row['half']) for row in last])} %"
-            after.append(text + f" ({method_label(label)})" * (len(settings) > 1))
+            ends_at = over_seeds([(100 * row["accuracy"], 100 * row["half"]) for row in last])
+            after.append(
+                f"{interval_text(*ends_at)} %" + f" ({method_label(label)})" * (len(settings) > 1)
+            )
         how = f"{sampling(float(str(heat)))}, {runs[0]['prompts'].iloc[-1]} prompts"
         said.append(f"Accuracy on {names[str(split)]} ({how}): {ends}{', '.join(after)} after.")
     return said
 
 
-def over_seeds(values: Sequence[tuple[float, float]], sign: bool = False) -> str:
-    """Mean ± half of its interval: the run's own of one run, Student's t over several."""
+def over_seeds(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Mean and half of its interval: the run's own of one run, Student's t over several; NaN where there is none."""
     finite = [(float(value), float(half)) for value, half in values if math.isfinite(value)]
     if len(finite) < 2:
-        return interval_text(*finite[0], sign=sign) if finite else "–"
+        return finite[0] if finite else (math.nan, math.nan)
     numbers = [value for value, _ in finite]
     interval, mean = mean_interval(numbers), float(np.mean(numbers))
-    return interval_text(mean, math.nan if interval is None else interval.high - mean, sign=sign)
+    return mean, math.nan if interval is None else interval.high - mean
 
 
 def layer_norms(run: Run) -> pd.DataFrame:

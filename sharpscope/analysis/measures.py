@@ -14,6 +14,7 @@ import pandas as pd
 
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import per_run
+from sharpscope.analysis.text import SAME, real, value_text
 from sharpscope.traces import MAX_SATURATION, Run
 
 GREEDY, SAMPLED = 0.0, 1.0
@@ -134,7 +135,7 @@ def gap(run: Run, step: int) -> float | None:
 
 PROBED = (
     *("step", "probe_set", "functional", "parameters", "quantity"),
-    *("value", "rho", "converged", "ceiling"),
+    *("value", "rho", "converged", "ceiling", "prompts"),
 )
 """Columns of `probe_rows`."""
 
@@ -204,12 +205,16 @@ def probe_sets(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) ->
 def shared_sharpness(
     runs: Sequence[Run], quantity: str = "sam", functional: str = FUNCTIONAL, one_set: bool = True
 ) -> tuple[float, list[pd.DataFrame]] | None:
-    """(radius, `sharpness` of each run by step) at one radius that all runs share; None without one.
+    """(radius, `sharpness` of each run by step) at one radius that all runs share; None without one, and where numbers of prompts differ.
 
     Of several radii it is the largest at which no run's last estimate exceeds MAX_SATURATION, or else the smallest. With
     `one_set`, None also where the runs' probe sets differ.
     """
     if one_set and len({probe_sets(run, quantity, functional) for run in runs}) != 1:
+        return None
+    # SAM sharpness falls with the number of prompts; runs of earlier versions do not say theirs
+    counts = {frozenset(probe_rows(run, quantity, functional)["prompts"].dropna()) for run in runs}
+    if len(counts - {frozenset()}) > 1:
         return None
     each = [_by_radius(run, quantity, functional) for run in runs]
     radii = sorted(set.intersection(*map(set, each)))
@@ -326,6 +331,7 @@ SHARPNESS = {
     "critical_sharpness": "critical sharpness",
 }
 """Measures of the loss surface that are shown along training."""
+CRITICAL = ("critical_sharpness", "critical_threshold")
 
 
 def split_of(probe_set: str) -> str:
@@ -414,19 +420,23 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
 
 def critical_text(estimates: pd.DataFrame) -> str:
     """The newest critical sharpness of the table `probes` with its threshold 2 / learning rate; empty without one."""
-    valued = estimates.dropna(subset=["value"])
-    pairs = valued.pivot_table(index="step", columns="quantity", values="value", aggfunc="last")
-    both = pairs.reindex(columns=["critical_sharpness", "critical_threshold"]).dropna()
-    return (
-        f"step {both.index[-1]}, {critical_sentence(*map(float, both.iloc[-1]))}"
-        if len(both)
-        else ""
-    )
+    rows = estimates[estimates["value"].notna() & ~estimates["converged"].isin([False])]
+    of = {name: rows[rows["quantity"] == name].set_index("step") for name in CRITICAL}
+    steps = of[CRITICAL[0]].index.intersection(of[CRITICAL[1]].index)
+    if not len(steps):
+        return ""
+    last = steps.max()
+    found, limit = (of[name].loc[[last]].iloc[-1] for name in CRITICAL)
+    half = Z * real(found["prompt_std_error"])
+    return f"step {last}, {critical_sentence(real(found['value']), real(limit['value']), half)}"
 
 
-def critical_sentence(sharpness: float, threshold: float) -> str:
-    """What a critical sharpness says about its threshold 2 / learning rate."""
+def critical_sentence(sharpness: float, threshold: float, half: float = math.nan) -> str:
+    """What a critical sharpness, with half of its 95 % interval, says about its threshold 2 / learning rate."""
+    found = f"critical sharpness {value_text(sharpness, half)}, threshold 2/lr = {threshold:.3g}"
+    if abs(sharpness - threshold) <= half or sharpness < half:
+        return f"{found}: {SAME}"
     factor = threshold / sharpness
     longer = f"could be {factor:.3g} times longer before it raised"
     means = longer if factor >= 1 else f"was {1 / factor:.3g} times too long: it raised"
-    return f"critical sharpness {sharpness:.3g}, threshold 2/lr = {threshold:.3g}: the update {means} the loss of its batch"
+    return f"{found}: the update {means} the loss of its batch"

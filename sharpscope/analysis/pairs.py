@@ -232,7 +232,7 @@ def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]
     shared = shared_sharpness([first, second], "sam", functional)
     if shared is None:
         if all(len(probe_rows(run, "sam", functional)) for run in (first, second)):
-            note = "not compared: no radius and probe set in common"
+            note = "not compared: no radius, probe set and number of prompts in common"
             yield Difference(
                 name, unit, -1, math.nan, math.nan, math.nan, "prompt", note, comparable=False
             )

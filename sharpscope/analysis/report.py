@@ -39,11 +39,13 @@ from sharpscope.analysis.statistics import FEWEST, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, per_run, studies
 from sharpscope.analysis.summary import facts_of, verdict
 from sharpscope.analysis.text import (
+    change_text,
     interval_text,
     method_label,
     number,
     percent,
     printable,
+    value_text,
 )
 from sharpscope.analysis.token_values import (
     entropy_section,
@@ -361,8 +363,9 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
             "setting": method_label(setting.label),
             "steps": " and ".join(filter(None, steps)),
         }
-        row |= {"at the first": over_seeds(first), "at the last": over_seeds(last)}
-        row["change"] = over_seeds([_paired(run, part) for run, part in longer], sign=True)
+        row |= {"at the first": value_text(*over_seeds(first))}
+        row |= {"at the last": value_text(*over_seeds(last))}
+        row["change"] = change_text(*over_seeds([_paired(run, part) for run, part in longer]))
         row["of the possible rise"] = (
             percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
         )

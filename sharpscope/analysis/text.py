@@ -102,6 +102,20 @@ def interval_text(value: float, half: float, sign: bool = False) -> str:
     return f"{value:{plus}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
 
 
+UNSURE = "not measured well enough (error larger than the value)"
+SAME = "not distinguishable"
+
+
+def value_text(value: float, half: float) -> str:
+    """`interval_text` of a value that can be told from 0; UNSURE of another."""
+    return UNSURE if half > abs(value) else interval_text(value, half)
+
+
+def change_text(change: float, half: float) -> str:
+    """`interval_text` of a change whose interval excludes 0, with its sign; SAME of another."""
+    return SAME if half >= abs(change) else interval_text(change, half, sign=True)
+
+
 def method_label(method: str) -> str:
     """A method with its changed settings as words: `grpo (aggregate token mean)` of `grpo+aggregate=token_mean`."""
     name, *changes = method.split("+")

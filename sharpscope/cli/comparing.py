@@ -158,13 +158,18 @@ def weight_sentences(weights: pd.DataFrame) -> Iterator[str]:
 
 def curvature_sentences(rows: list[Estimate], prompts: int) -> Iterator[str]:
     """The curvature along the change in units of the largest eigenvalue and of a random direction's."""
+    from sharpscope.analysis.measures import Z
+    from sharpscope.analysis.text import value_text
+
     known = {row.quantity: row for row in rows}
     along, top, random = (known[name] for name in ("along_change", "largest", "along_random"))
-    errors = (f" ± {along.prompt_std_error:.2g}", f" ± {random.std_error:.2g}")
+    half = Z * along.prompt_std_error
+    share = "" if half > abs(along.value) else f"{along.value / top.value:.2%} of "
+    doubt = "" if top.converged else " (not converged)"
     yield (
-        f"curvature of nll along the change {along.value:.3g}{errors[0]} ({prompts} prompts): "
-        f"{along.value / top.value:.2%} of the largest eigenvalue {top.value:.3g}"
-        f"{'' if top.converged else ' (not converged)'}; along random directions {random.value:.2g}{errors[1]}"
+        f"curvature of nll along the change {value_text(along.value, half)} ({prompts} prompts); "
+        f"{share}the largest eigenvalue {value_text(top.value, Z * top.prompt_std_error)}{doubt}; "
+        f"along random directions {value_text(random.value, Z * random.std_error)}"
     )
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Found = Iterator[tuple[str, int, "Measured"]]
 """Label of the checkpoint, its step (0 for a model), and what was measured."""
+Row = dict[Any, Any]
+"""A row of the table `probes`."""
 WHOLE = 128  # prompts on which curvature is computed by default
 SEED = 0  # of every random vector
 
@@ -411,38 +413,53 @@ def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
         same = rows[(rows["quantity"] == quantity) & ~(rows["saturation"] > MAX_SATURATION)]
         first, *others = same.dropna(subset=["value"]).to_dict("records") or [{"value": 0.0}]
         for row in others if first["value"] > 0 else ():
-            one, other = (f"{r['checkpoint']} {r['value']:.3g}{_error(r)}" for r in (row, first))
+            one, other = (f"{r['checkpoint']} {_value(r)}" for r in (row, first))
             if row["prompts"] != first["prompts"]:
                 yield f"{name}, {title}: not compared, on {row['prompts']:.0f} and {first['prompts']:.0f} prompts"
                 continue
             # as if the prompts were not shared, which is the wider interval for checkpoints of one model
-            half = 1.96 * math.hypot(row["prompt_std_error"], first["prompt_std_error"])
+            half = math.hypot(_half(row), _half(first))
             if abs(row["value"] - first["value"]) <= half:
-                yield f"{name}, {title}: {one} and {other}: not distinguishable"
-                continue
-            yield f"{name}, {title}: {one}, {row['value'] / first['value']:.3g} times that of {other}"
+                said = f"{one} and {other}: not distinguishable"
+            elif _unsure(row) or _unsure(first):
+                said = f"{one}; {other}"
+            else:
+                said = f"{one}, {row['value'] / first['value']:.3g} times that of {other}"
+            yield f"{name}, {title}: {said}"
 
 
-def _error(row: dict[Any, Any]) -> str:
-    return f" ± {row['prompt_std_error']:.2g}" if math.isfinite(row["prompt_std_error"]) else ""
+def _half(row: Row) -> float:
+    """Half of the 95 % interval over prompts; NaN where the error is not known."""
+    return 1.96 * float(row["prompt_std_error"])
 
 
-def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
+def _unsure(row: Row) -> bool:
+    return _half(row) > abs(row["value"])
+
+
+def _value(row: Row) -> str:
+    """A value with its 95 % interval over prompts, in words where the interval is wider than the value."""
+    from sharpscope.analysis.text import value_text
+
+    return value_text(row["value"], _half(row))
+
+
+def _texts(rows: dict[Any, Row]) -> Iterator[str]:
     """The largest eigenvalue, sharpness with its saturation and the chosen radius, from rows by quantity."""
     from sharpscope.traces import MAX_SATURATION
 
     known = {quantity: row for quantity, row in rows.items() if math.isfinite(row["value"])}
     if row := known.get("largest"):
         value = row["value"]
-        sure = f"{_error(row)} over {row['prompts']:.0f} prompts" if _error(row) else ""
+        over = f" over {row['prompts']:.0f} prompts" if math.isfinite(_half(row)) else ""
         doubt = "" if row["converged"] else "; NOT converged"
         negative = f"; smallest {known['smallest']['value']:.3g}" if "smallest" in known else ""
         limit = (
             f"; plain gradient descent is stable along it below lr = {2 / value:.2g}"
-            if value > 0
+            if value > 0 and not _unsure(row)
             else ""
         )
-        yield f"sharpest direction: eigenvalue {value:.4g}{sure} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
+        yield f"sharpest direction: eigenvalue {_value(row)}{over} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
     elif "largest" in rows:
         yield f"no curvature ({rows['largest']['why']})"
     for kind in ("sam", "asam"):
@@ -451,15 +468,15 @@ def _texts(rows: dict[Any, dict[Any, Any]]) -> Iterator[str]:
         share, first = row["saturation"], known.get(f"{kind}_first_order")
         if share > MAX_SATURATION:
             bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
-        elif math.isfinite(share):
+        elif math.isfinite(share) and not _unsure(row):
             bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
         else:
             bound = (
                 f", {row['value'] / first['value']:.2f} of its first-order term"
-                if first and first["value"]
+                if first and first["value"] and not _unsure(row)
                 else ""
             )
-        yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {row['value']:.3g}{_error(row)}{bound}"
+        yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {_value(row)}{bound}"
     if row := known.get("radius"):
         yield f"radius {row['value']:.3g}, chosen from losses at {row['samples']:.0f} radii"
     elif "radius" in rows:
@@ -486,8 +503,8 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
         row |= {"rho": first["rho"]}
         if several:
             row |= {
-                label: _number(value)
-                for label, value in zip(same["checkpoint"], same["value"], strict=True)
+                each["checkpoint"]: "unsure" if _unsure(each) else _number(each["value"])
+                for each in same.to_dict("records")
             }
         else:
             errors = {

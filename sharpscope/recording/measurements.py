@@ -449,14 +449,16 @@ class CriticalSharpness:
             run.critical_lr = found.lr
         threshold = [Estimate("critical", "critical_threshold", 2 / lr)] if lr > 0 else []
         values.estimates += labeled([*found.estimates(), *threshold], functional="surrogate")
+        missing = {"critical sharpness": found.why}
         if run.sharded is None:
-            values.estimates += self.surface.along_update(
-                model, direction, run.critical_lr or guess
-            )
-        if not found.converged:
-            text = f"critical sharpness: {found.why}"
-            event = Event(values.step, "probe", "info", math.nan, math.nan, "none", text)
-            values.events.append(event)
+            along = self.surface.along_update(model, direction, run.critical_lr or guess)
+            values.estimates += along
+            missing |= {row.quantity.replace("_", " "): row.why for row in along}
+        for name, why in missing.items():
+            if why:
+                text = f"{name}: {why}"
+                event = Event(values.step, "probe", "info", math.nan, math.nan, "none", text)
+                values.events.append(event)
 
 
 # -- which tokens and rows ---------------------------------------------------------------------------------------------

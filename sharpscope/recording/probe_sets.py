@@ -209,11 +209,16 @@ class SurfaceProbes:
         objective = Objective("nll", self.probe_set.solutions("train"), temperature)
         rows = []
         with limited_surface(model, objective, self.spec) as surface:
+            # With the slope, an update that raises this loss at once is known without a search.
+            _, gradient, base = surface.gradient_by_prompt()
+            flat = flatten(direction, surface.parameters)
             found = critical_sharpness(
                 surface.by_prompt,
                 model,
                 direction,
                 guess=self.relative_lr or guess,
+                slope=float(gradient @ flat),
+                start=base,
                 tolerance=0.25,
                 max_evaluations=16,
             )
@@ -224,7 +229,6 @@ class SurfaceProbes:
             if self.spec.curvature_prompts:
                 prompts = torch.tensor(objective.batch.prompts)
                 few = surface.prompts(prompts < self.spec.curvature_prompts)
-                flat = flatten(direction, surface.parameters)
                 along = Estimate("curvature", "along_update", quadratic_form(few.operator(), flat))
                 rows.append(with_prompts(along, few.curvature_by_prompt(flat / length(flat))))
         return labeled(rows, functional="nll", probe_set=self.probe_set.name("train"))

@@ -22,7 +22,7 @@ from sharpscope.analysis.report import (
 )
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, studies
-from sharpscope.analysis.text import interval_text
+from sharpscope.analysis.text import UNSURE, change_text, interval_text, value_text
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
 from tests.analysis import conftest as small
@@ -60,11 +60,19 @@ def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
         errors = [each.std(ddof=1) / math.sqrt(small.SMALL_PROMPTS) for each in (first, change)]
         assert row["steps"] == f"0 and {small.SMALL_STEPS}"
         assert row["at the first"] == interval_text(first.mean(), Z * errors[0])
-        assert row["change"] == interval_text(change.mean(), Z * errors[1], sign=True)
+        assert row["change"] == change_text(change.mean(), Z * errors[1])
     # updates' prompts are independent
     row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")
     change = interval_text(100.0 * (small.SMALL_STEPS - 1), Z * math.hypot(10, 10), sign=True)
     assert row["steps"] == f"1 and {small.SMALL_STEPS}" and row["change"] == change
+
+
+def test_values_and_changes_that_cannot_be_told_from_zero_are_words(tmp_path: Path):
+    assert value_text(2144.0, 9691.0) == UNSURE and value_text(-3.0, 2.9) == "−3.0 ± 2.9"
+    assert value_text(0.0, 0.0) == "0" and value_text(2.0, math.nan) == "2"
+    assert (
+        change_text(-0.5, 0.6) == "not distinguishable" and change_text(0.5, 0.1) == "+0.50 ± 0.10"
+    )
 
 
 @pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])

@@ -13,7 +13,7 @@ import pytest
 import scipy.stats
 from scipy import stats
 
-from sharpscope.analysis.measures import answer_noise
+from sharpscope.analysis.measures import answer_noise, shared_sharpness
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.statistics import (
     ClusterSlope,
@@ -289,6 +289,23 @@ def test_saturated_sharpness_is_marked_and_not_compared() -> None:
         1,
         pytest.approx(0.2),
     )
+
+
+def test_sharpness_is_not_compared_across_numbers_of_prompts() -> None:
+    def runs(*counts: float) -> list[FrameRun]:
+        made = [probed({0.05: 0.1}, method=method) for method in ("grpo", "gspo", "cispo")]
+        for run, count in zip(made, counts, strict=False):
+            run.probes["prompts"] = count
+        return made[: len(counts)]
+
+    for one_set in (True, False):
+        assert shared_sharpness(runs(24, 24, 24), one_set=one_set) is not None
+        assert shared_sharpness(runs(24, 200), one_set=one_set) is None
+        # one of an earlier version does not say its number
+        assert shared_sharpness(runs(24, math.nan), one_set=one_set) is not None
+        assert shared_sharpness(runs(24, math.nan, 200), one_set=one_set) is None
+    found = row(compare_runs(runs(24, 200)), SHARPNESS)
+    assert math.isnan(found["difference"]) and "number of prompts" in found["note"]
 
 
 def test_ceiling_of_an_old_run_is_its_training_accuracy() -> None:

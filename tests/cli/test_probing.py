@@ -11,7 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 import sharpscope
-from sharpscope.analysis.measures import critical_sentence
+from sharpscope.analysis.measures import critical_sentence, critical_text
+from sharpscope.analysis.text import UNSURE
 from sharpscope.cli import app, probing
 from sharpscope.errors import UserError
 from tests.cli.test_reading import GRPO, invoke
@@ -113,17 +114,50 @@ def test_the_sentences_say_what_the_numbers_mean():
         row("asam", 0.05, saturation=0.125),
     ]
     found = probing.sentences(pd.DataFrame(rows))
-    assert "eigenvalue 100 ± 5 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
+    assert "eigenvalue 100.0 ± 9.8 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
     assert "SATURATED: 50%" in found[1] and "12.5% of the largest possible rise" in found[2]
     both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
     compared = probing.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
     assert (
         compared[0]
-        == "expected_failure, sharpest direction: n 300 ± 5, 3 times that of m 100 ± 5"
+        == "expected_failure, sharpest direction: n 300.0 ± 9.8, 3 times that of m 100.0 ± 9.8"
         != compared[1]
     )
     assert "could be 14 times longer" in critical_sentence(10.0, 140.0)
     assert "was 2 times too long" in critical_sentence(280.0, 140.0)
+
+
+def test_a_value_whose_error_exceeds_it_is_not_printed():
+    rows = [
+        row("largest", 2144.0, prompt_std_error=4945.0, prompts=12, residual=0.1),
+        row("sam", 0.21, prompt_std_error=0.11, saturation=0.2, prompts=12),
+        row("asam", 0.33, prompt_std_error=0.1, saturation=0.125, prompts=12),
+    ]
+    found = probing.sentences(pd.DataFrame(rows))
+    assert found[0].count(UNSURE) == found[1].count(UNSURE) == 1 and "± 0.20" in found[2]
+    assert not any(number in " ".join(found) for number in ("2144", "0.21", "4945", "9691", "lr ="))
+    both = [*rows, *(each | {"checkpoint": "n", "value": 6 * each["value"]} for each in rows)]
+    compared = probing.sentences(pd.DataFrame(both))
+    assert "n 1.26 ± 0.22; m not measured" in compared[0]  # apart, but 6 times of what?
+    assert compared[1].endswith("not distinguishable")
+
+
+def test_a_critical_sharpness_is_judged_with_its_error():
+    assert "2e+04: not disting" in critical_sentence(2144.0, 20000.0, 9691.0)
+    assert "2144" not in critical_sentence(2144.0, 20000.0, 9691.0)
+    found = critical_sentence(120.0, 140.0, 30.0)
+    assert found.endswith("not distinguishable") and "120 ± 30" in found
+    assert "could be 2 times longer" in critical_sentence(70.0, 140.0, 30.0)
+    columns = {
+        "step": [1, 1, 2, 2, 3, 3],
+        "quantity": ["critical_sharpness", "critical_threshold"] * 3,
+    }
+    columns |= {"value": [50.0, 140.0, 70.0, 140.0, 60.0, 140.0]}
+    columns |= {"converged": [True, None, True, None, False, None]}
+    frame = pd.DataFrame(
+        columns | {"prompt_std_error": [1.0, math.nan, 10.0, math.nan, 1.0, math.nan]}
+    )
+    assert critical_text(frame).startswith("step 2, critical sharpness 70 ± 20, threshold")
 
 
 @pytest.mark.parametrize(

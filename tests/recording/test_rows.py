@@ -209,6 +209,10 @@ def test_along_an_update_the_nll_of_solutions_has_its_curvature_and_critical_sha
             assert surface.value() < start
         with moved(surface.parameters, -step * 1.25):
             assert surface.value() > start
+    uphill = probes.along_update(model, [-part for part in direction], guess=1.0)[0]
+    assert uphill.quantity == "relative_critical_sharpness" and math.isnan(uphill.value)
+    assert f"slope Δᵀg = {-float(slope @ slope):.2g} is not positive" in uphill.why
+    assert uphill.samples == 0  # no search
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     frame, radius = compared(study, pairs, "sam", "step")
     if radius is None or not len(frame):
         return ClaimData(
-            missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius and probe set"
+            missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius, probe set and number of prompts"
         )
     main, unit, rise = (
         ratios(frame),

@@ -99,6 +99,7 @@ PROBE_COLUMNS = [
     "rho",
     "converged",
     "ceiling",
+    "prompts",
 ]
 
 
