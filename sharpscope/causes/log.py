@@ -5,7 +5,6 @@ Only what a log can tell is named. A log has means over a step, so most causes n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -14,10 +13,13 @@ import pandas as pd
 
 from sharpscope.causes.named import Cause
 from sharpscope.packaged import package_yaml
+from sharpscope.untrusted import UnreadableError, parse_json, read_json, read_lines
 
 Facts = Mapping[str, object]
 Frame = pd.DataFrame
 """A log by step: columns are quantities (`sharpscope.diagnose`), and `rewards/NAME` the means of a reward's components."""
+LARGEST_LOG = 500_000_000
+"""Largest trainer_state.json [bytes]."""
 FEW = 5
 """Steps below which a log shows no cause that needs a course."""
 
@@ -60,17 +62,17 @@ def components(path: Path) -> Frame:
     """Means of a reward's components by step, from the JSON that TRL writes; empty where a log has none."""
     if path.is_dir():
         path = path / "trainer_state.json"
-    if path.suffix not in (".json", ".jsonl") or not path.is_file():
-        return pd.DataFrame()
     try:
-        text = path.read_text("utf-8")
         if path.suffix == ".json":
-            rows = json.loads(text).get("log_history", [])
+            rows = read_json(path, LARGEST_LOG).get("log_history", [])
+        elif path.suffix == ".jsonl":
+            rows = [parse_json(line) for _, line in read_lines(path) if line.strip()]
         else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (ValueError, AttributeError, OSError):
+            return pd.DataFrame()
+    except (ValueError, AttributeError, OSError, UnreadableError):
         return pd.DataFrame()
-    table = pd.DataFrame([row for row in rows if isinstance(row, dict)])
+    listed = rows if isinstance(rows, list) else []
+    table = pd.DataFrame([row for row in listed if isinstance(row, dict)])
     names = [key for key in table if str(key).startswith("rewards/") and str(key).endswith("/mean")]
     if "step" not in table or not names:
         return pd.DataFrame()

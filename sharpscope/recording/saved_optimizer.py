@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sharpscope.errors import UserError
+from sharpscope.errors import UserError, first_line
+from sharpscope.untrusted import check_regular
 
 FILE = "optimizer.pt"
 """In which transformers' trainers save the optimizer's state."""
@@ -21,10 +22,22 @@ def load_adamw(folder: Path, model: nn.Module) -> torch.optim.AdamW:
         UserError: the folder has no state, or not that of AdamW for this model.
     """
     path = folder / FILE
-    if not path.is_file():
+    if not path.exists():
         raise UserError(
             f"--model {folder}: has no {FILE}; give a checkpoint with the optimizer's state"
         )
+    check_regular(path)
+    try:
+        return _adamw(path, model)
+    except UserError:
+        raise
+    except Exception as error:  # of torch: of a damaged file, or of other values than AdamW's
+        raise UserError(
+            f"--model {path}: is not the state of AdamW ({first_line(error)}); restore it"
+        ) from error
+
+
+def _adamw(path: Path, model: nn.Module) -> torch.optim.AdamW:
     state = torch.load(path, map_location="cpu", weights_only=True)
     groups = state["param_groups"]
     chosen = _parameters(path, model, [group["params"] for group in groups], state["state"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 from contextlib import chdir, redirect_stderr, redirect_stdout
@@ -12,12 +13,15 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 
 from sharpscope.analysis.text import csv_text
+from sharpscope.causes.log import components
 from sharpscope.cli import main
 from sharpscope.cli.console import print_json
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
+from sharpscope.recording.saved_optimizer import load_adamw
 from sharpscope.sweeps import run_name
 from sharpscope.traces import TraceWriter, load_run, update_run_info
 from tests.loops import some
@@ -207,3 +211,48 @@ def test_labels_become_plain_folder_names():
     for hostile in (HOSTILE, "../../x", "a\0b", "x" * 500):
         assert re.fullmatch(r"[A-Za-z0-9._+=-]{1,127}", run_name("grpo", {"a.b": hostile}, 0))
         assert "/" not in run_name("grpo", {f"task.{hostile}": 1}, 0)
+
+
+class Payload:
+    """An object whose unpickling writes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("kind", ["pickle", "bytes", "other values", "wrong shapes", "pipe"])
+def test_a_saved_optimizer_runs_no_code_and_has_one_reason(tmp_path, kind):
+    model, file = torch.nn.Linear(2, 1), tmp_path / "optimizer.pt"
+    state = {"exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3), "step": torch.tensor(1.0)}
+    group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    made = {"pickle": Payload(tmp_path / "ran"), "other values": {"param_groups": [7], "state": {}}}
+    made["wrong shapes"] = {"state": {0: state}, "param_groups": [group]}
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "bytes":
+        file.write_bytes(b"\x80\x04no pickle")
+    else:
+        torch.save(made[kind], file)
+    with pytest.raises(UserError) as refused:
+        load_adamw(tmp_path, model)
+    assert str(file) in str(refused.value) and "\n" not in str(refused.value)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 100_000, '{"log_history": 7}', '{"log_history": [1]}', "[]", "\xff", None]
+)
+def test_the_log_of_a_trainer_has_components_or_none(tmp_path, content):
+    file = tmp_path / "trainer_state.json"
+    if content is None:
+        os.mkfifo(file)
+    else:
+        file.write_text(content, encoding="latin-1")
+    assert components(tmp_path).empty
+    row = {"step": 1, "rewards/\u2028/mean": 0.5}
+    (tmp_path / "log.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
+    found = components(tmp_path / "log.jsonl")
+    assert found.to_dict("list") == {"rewards/\u2028": [0.5]} and list(found.index) == [1]
