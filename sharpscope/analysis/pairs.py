@@ -183,7 +183,7 @@ def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
         a, b = (evaluations(run, split, heat, column) for run in (first, second))
         if both := set(a) & set(b):
             step = max(both)
-            errors = [_error(run, split, heat, step, column) for run in (first, second)]
+            errors = [standard_error(run, split, heat, step, column) for run in (first, second)]
             most = int(first.eval[first.eval["split"] == split]["k"].max())
             named = name.replace("@k", f"@{most}")
             label = f"{split.replace('heldout', 'held-out')} {named}, {sampling(heat)}"
@@ -192,7 +192,7 @@ def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
             )
 
 
-def _error(run: Run, split: str, heat: float, step: int, column: str) -> float:
+def standard_error(run: Run, split: str, heat: float, step: int, column: str) -> float:
     """Standard error of a pooled share over prompts; binomial over prompts where none is recorded for the column."""
     value, prompts = evaluations(run, split, heat, column)[step]
     name = {"accuracy": "std_error", "pass_at_k": "pass_std_error"}.get(column, "")

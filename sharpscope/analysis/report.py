@@ -35,7 +35,7 @@ from sharpscope.analysis.measures import (
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import SPIKE_Z, recorded_by
-from sharpscope.analysis.statistics import FEWEST, series_mean
+from sharpscope.analysis.statistics import FEW_PAIRS, FEWEST, NO_COLLAPSE, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, per_run, studies
 from sharpscope.analysis.summary import facts_of, verdict
 from sharpscope.analysis.text import (
@@ -280,6 +280,8 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
         text = interval_text(factor * value, factor * half, sign=True) + " points" * share
         text = "–" if not math.isfinite(value) else "0" if value == 0 and not half > 0 else text
         clear = verdict_of(row["low"], row["high"], row["n"], counted=share)
+        if clear and 1 < row["n"] < FEW_PAIRS:
+            clear += f"; {NO_COLLAPSE}"
         cells = {
             "quantity": row["quantity"]
             + ("" if row["unit"] in ("share", "1", "reward") else f" [{row['unit']}]")
@@ -304,7 +306,7 @@ def verdict_of(low: float, high: float, n: int, counted: bool) -> str:
     """What an interval shows. None of seeds that all agree, or of fewer than FEWEST where counts make a share coarse."""
     if not math.isfinite(high - low):
         return ""
-    if n > 1 and (high == low or (counted and n < FEWEST)):
+    if high == low or (n > 1 and counted and n < FEWEST):
         return "too few seeds to tell"
     return "a difference" if low > 0 or high < 0 else "no difference shown"
 

@@ -36,6 +36,10 @@ ClaimOption = Annotated[
     list[str] | None, Option(help="Name of a claim, such as C7. Repeatable. Default: all.")
 ]
 
+StudyOption = Annotated[
+    Path | None, Option("--study", help="YAML file of the study, with its declaration.")
+]
+
 
 @study.command()
 def plan(
@@ -43,10 +47,12 @@ def plan(
     claim: ClaimOption = None,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
+    file: StudyOption = None,
 ) -> None:
-    """How many paired seeds each claim needs, from the spread of two pairs of runs or more.
+    """How many paired seeds each claim needs, and what would help more, from the spread of two pairs of runs or more.
 
-    A standard deviation is given with its 90 % interval, and the pairs at its upper end.
+    A standard deviation is given with its 90 % interval, and the pairs at its upper end. A second table says what more prompts,
+    questions or checkpoints would save, and what they cost. Margins are those of the study file, if it is given.
 
     Example:
       sharpscope study plan data/reference --claim C8
@@ -54,14 +60,18 @@ def plan(
     import pandas as pd
 
     from sharpscope.analysis.claims import judge
-    from sharpscope.analysis.claims.registry import NOTE, powers_of
+    from sharpscope.analysis.claims.registry import NOTE, OPTIONS_NOTE, options_of, powers_of
     from sharpscope.analysis.sections import Section
 
-    laid_out = _study(runs, _terms(None, baseline, treatment), treatment, None)
+    laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     there = ", ".join(f"{method} ({len(laid_out.of(method))})" for method in laid_out.methods)
     text = f"runs: {there}; compared: {laid_out.treatment} against {laid_out.baseline}"
-    if rows := powers_of(judge(laid_out, claim)[0]):
+    verdicts, _ = judge(laid_out, claim)
+    if rows := powers_of(verdicts):
         sections = [Section("", text), Section("What the claims need", pd.DataFrame(rows), NOTE)]
+        if options := options_of(verdicts, laid_out):
+            table = pd.DataFrame(options)
+            sections.append(Section("What would help most", table, OPTIONS_NOTE))
     else:
         why = (
             laid_out.pairing().missing
@@ -106,9 +116,7 @@ def claims(
     ] = False,
     baseline: BaselineOption = None,
     treatment: TreatmentOption = None,
-    file: Annotated[
-        Path | None, Option("--study", help="YAML file of the study, with its declaration.")
-    ] = None,
+    file: StudyOption = None,
     out: Annotated[Path | None, Option(help="Folder for claims.json and claims.md.")] = None,
     json: Json = False,
 ) -> None:

@@ -309,7 +309,7 @@ def main() -> None:
         yielded = ", ".join(f"{name} {len(part)} runs" for name, part in done.groupby("design"))
         print(f"From `results/` alone: {yielded}; {spent:.1f} core-hours.")
     for text in (*d3(), *d1(), *d2()):
-        print(text)
+        print(text.replace("± nan", "–").replace("+nan", "–"))
 
 
 if __name__ == "__main__":

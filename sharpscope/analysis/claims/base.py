@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.statistics import (
+    FEW_PAIRS,
+    NO_COLLAPSE,
     Interval,
     contrast_interval,
     mean_interval,
@@ -33,8 +35,8 @@ Outcome = Literal["supported", "refuted", "inconclusive", "untestable"]
 Direction = Literal["higher", "lower"]
 Scale = Literal["plain", "points", "percent", "log"]
 """How a number is shown: as it is, ×100 in points (a difference of shares), ×100 in per cent, or e^x − 1 in per cent."""
-FEWEST = 6
-"""Clusters below which a claim is untestable, and a t-interval marked indicative."""
+FEWEST = FEW_PAIRS
+"""Clusters below which a claim is untestable, and a t-interval says what it assumes."""
 
 
 def shown(value: float, scale: Scale, signed: bool = True) -> str:
@@ -62,7 +64,8 @@ class Statistic:
         p_value: two-sided sign-flip p of 0, unless the note names another test.
         n: clusters.
         t: Student's interval, also for few clusters.
-        median, worst: of the clusters' values; the worst is the one furthest against the claim, with its cluster.
+        median, worst: of the clusters' values; the worst is the one furthest against the claim, or from the median
+            where none is tested, with its cluster.
     """
 
     name: str
@@ -96,7 +99,7 @@ class Statistic:
     @property
     def line(self) -> str:
         """Value, interval, p and n on one line."""
-        few = "" if (self.n or 0) >= FEWEST else ", indicative"
+        few = "" if (self.n or 0) >= FEWEST else f", {NO_COLLAPSE}"
         interval = self.ends(self.interval) or f"{self.ends(self.t)} (t{few})" * (
             self.t is not None
         )
@@ -122,9 +125,17 @@ def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> 
     if not len(data):
         return None
     interval, t = contrast_interval(data), mean_interval(data)
-    return Statistic(
+    found = Statistic(
         name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), "", scale, t
     )
+    if not 1 < len(data) < FEWEST:
+        return found
+    middle = float(np.median(data))
+    worst = int(np.argmax(np.abs(data - middle)))
+    place = f"pair {worst + 1}"
+    if isinstance(values, pd.DataFrame) and "seed" in values:
+        place = f"seed {values['seed'].iloc[worst]}"
+    return replace(found, median=middle, worst=(float(data[worst]), place))
 
 
 def is_shown(

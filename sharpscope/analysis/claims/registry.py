@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,6 +21,7 @@ from sharpscope import __version__
 from sharpscope.analysis.claims import accuracy, gradients, sharpness, tokens
 from sharpscope.analysis.claims.base import FEWEST, Claim, Verdict, clusters_needed, decide, shown
 from sharpscope.analysis.claims.gradients import BOUNDS, Check, logit_bounds
+from sharpscope.analysis.claims.planning import FACTOR, MEASURED, Pairs, pairs_of
 from sharpscope.analysis.measures import dose_of
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.study import Study, flat
@@ -506,3 +507,48 @@ def powers_of(verdicts: Iterable[Verdict]) -> list[dict[str, str]]:
             }
         )
     return rows
+
+
+def options_of(verdicts: Iterable[Verdict], study: Study) -> list[dict[str, str]]:
+    """What would help each claim most beside more pairs: its part of a pair's variance, the pairs that then do, and the cost."""
+    rows = []
+    for verdict in verdicts:
+        claim, parts = verdict.claim.name, verdict.finding.parts
+        for name, frame in parts.items() if claim in MEASURED else ():
+            if len(frame) > 1 and frame["difference"].std() > 0:
+                title = f"{verdict.name}{f' against {name}' * bool(name)}"
+                pairs = pairs_of(study, claim, name, frame)
+                rows += [{"claim": title, **row} for row in _option_rows(verdict, pairs)]
+    return rows
+
+
+def _option_rows(verdict: Verdict, pairs: Pairs) -> Iterator[dict[str, str]]:
+    """Pairs alone first, then the options by their parts, then what pairing by seed does."""
+    claim, terms, parts = verdict.claim, verdict.terms, len(verdict.finding.parts)
+
+    def row(name: str, part: str, deviation: float, cost: str) -> dict[str, str]:
+        needed = pairs_needed(deviation, claim.margin_of_parts(terms), terms.level, parts)
+        return {
+            "more of": name,
+            "part of the variance": part,
+            "SD then": f"{100 * deviation:.3g}",
+            "pairs for 80 %": f"over {MOST:,}" if needed is None else f"{needed:,}",
+            "cost of a pair": cost,
+        }
+
+    runs = f"{pairs.seconds:.3g} s" if pairs.seconds else "not recorded"
+    yield row("pairs (seeds) alone", "–", pairs.deviation(0.0), runs)
+    for name, part in pairs.options().items():
+        share, cost = f"at most {part / pairs.variance:.0%}", f"+ {2 * (FACTOR - 1)} × {pairs.cost}"
+        yield row(name, share, pairs.deviation(part), cost)
+    if not math.isnan(pairs.correlation):
+        apart = math.sqrt(pairs.values.var(axis=0, ddof=1).sum())
+        shared = f"correlation {pairs.correlation:+.2f}"
+        yield row("common random numbers: without", shared, apart, runs)
+
+
+OPTIONS_NOTE = (
+    f"Each row changes one thing: {FACTOR} times as many prompts or questions, or the mean of {FACTOR} late checkpoints. Its part of a "
+    "pair's variance is at most the one shown, since runs of a pair share their prompts. Common random numbers, the prompts and "
+    "draws that runs of a seed share, are in use; a negative correlation of the two runs over seeds means that pairing does not help here."
+)
