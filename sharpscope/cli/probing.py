@@ -421,6 +421,8 @@ def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
             half = math.hypot(_half(row), _half(first))
             if abs(row["value"] - first["value"]) <= half:
                 said = f"{one} and {other}: not distinguishable"
+            elif math.isnan(half):
+                said = f"{one}; {other}: not compared without an error over prompts"
             elif _unsure(row) or _unsure(first):
                 said = f"{one}; {other}"
             else:

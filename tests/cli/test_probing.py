@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sharpscope
 from sharpscope.analysis.measures import critical_sentence, critical_text
-from sharpscope.analysis.text import UNSURE
+from sharpscope.analysis.text import UNSURE, interval_text
 from sharpscope.cli import app, probing
 from sharpscope.errors import UserError
+from sharpscope.policy import PolicySpec, load_policy
+from sharpscope.surface import Estimate, Measured
 from tests.cli.test_reading import GRPO, invoke
 
 
@@ -30,6 +34,16 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows[["prompt", "completion", "reward", "truncated"]].to_json(
         path, orient="records", lines=True
     )
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts(texts: Path) -> Path:
+    """The same completions, each of a prompt of its own."""
+    rows = pd.read_json(texts, lines=True)
+    rows["prompt"] = [f"{n}. {prompt}" for n, prompt in enumerate(rows["prompt"])]
+    path = texts.with_name("prompts.jsonl")
+    rows.to_json(path, orient="records", lines=True)
     return path
 
 
@@ -158,6 +172,91 @@ def test_a_critical_sharpness_is_judged_with_its_error():
         columns | {"prompt_std_error": [1.0, math.nan, 10.0, math.nan, 1.0, math.nan]}
     )
     assert critical_text(frame).startswith("step 2, critical sharpness 70 ± 20, threshold")
+
+
+def test_probe_says_which_models_it_cannot_tell_apart(
+    tiny_policy: Path, texts: Path, prompts: Path, tmp_path: Path
+):
+    """A copy is as sharp as its original."""
+    shutil.copytree(tiny_policy, tmp_path / "again")
+    copies = ["--model", str(tiny_policy), "--model", str(tmp_path / "again")]
+    out = tmp_path / "probe"
+    few = ("--set", "curvature_prompts=0", "--data", str(prompts), "--out", str(out))
+    output = invoke("probe", *copies, *QUICK, *few)
+    frame = pd.read_parquet(out / "probes.parquet").set_index("quantity").loc["sam"]
+    assert len(frame) == 2 and frame["value"].nunique() == 1 and set(frame["prompts"]) == {4}
+    (line,) = (line for line in output.splitlines() if line.startswith("nll, SAM sharpness"))
+    assert line.startswith("nll, SAM sharpness: again ") and line.endswith("not distinguishable")
+    half = interval_text(frame["value"].iloc[0], 1.96 * frame["prompt_std_error"].iloc[0])
+    assert line.count(half) == 2
+    one = ["--data", str(texts), "--out", str(tmp_path / "one"), "--set", "curvature_prompts=0"]
+    assert "not compared without an error" in invoke("probe", *copies, *QUICK, *one)
+
+
+def test_probe_does_not_compare_across_numbers_of_prompts(tmp_path: Path, capsys):
+    def measured(prompts: int) -> Measured:
+        return Measured(
+            [
+                Estimate(
+                    "perturbation",
+                    "sam",
+                    prompts / 100,
+                    rho=0.1,
+                    functional="nll",
+                    prompts=prompts,
+                    prompt_std_error=0.01,
+                )
+            ]
+        )
+
+    found = iter((name, 0, measured(prompts)) for name, prompts in (("a", 24), ("b", 200)))
+    probing._report(found, tmp_path / "probe", json=True)
+    said = json.loads(capsys.readouterr().out)["sentences"]
+    assert said[0] == "nll, SAM sharpness: not compared, on 200 and 24 prompts"
+    assert not any("times that of" in line for line in said)
+
+
+def test_compare_measures_what_was_changed(tiny_policy: Path, prompts: Path, tmp_path: Path):
+    """The last layer's weights times 1.5: its row of the weights, the norm said, and no other layer."""
+    tuned, out = tmp_path / "tuned", tmp_path / "compare"
+    shutil.copytree(tiny_policy, tuned)
+    policy = load_policy(PolicySpec(model=str(tiny_policy)))
+    weight = next(
+        p for name, p in policy.model.named_parameters() if name.endswith("1.mlp.down_proj.weight")
+    )
+    norm = 0.5 * float(weight.detach().norm())
+    with torch.no_grad():
+        weight *= 1.5
+    policy.model.save_pretrained(tuned)
+    output = invoke(
+        "compare", str(tiny_policy), str(tuned), "--data", str(prompts), "--out", str(out), "--json"
+    )
+    said = json.loads(output)["sentences"]
+    weights = pd.read_parquet(out / "weights.parquet").set_index("name")["norm"]
+    changed = weights[weights > 0]
+    assert list(changed.index) == [name for name in weights.index if "1.mlp.down_proj" in name]
+    assert changed.iloc[0] == pytest.approx(norm, rel=1e-5)
+    assert any(f"the change has the norm {norm:.3g}," in line for line in said)
+    probes = pd.read_parquet(out / "probes.parquet")
+    loss = probes[probes["quantity"] == "loss"].set_index("checkpoint")["value"]
+    tokens = pd.read_parquet(out / "tokens.parquet")
+    assert (tokens["logp_tuned"] - tokens["logp_base"]).abs().max() > 1e-4
+    assert any(
+        line.startswith(f"nll: {tiny_policy.name} {loss[tiny_policy.name]:.3g}, tuned")
+        for line in said
+    )
+    assert any("accuracy and the swap test: not measured" in line for line in said)
+
+
+def test_compare_refuses_what_it_cannot_compare(tiny_policy: Path, texts: Path, tmp_path: Path):
+    out = ("--out", str(tmp_path / "compare"))
+    for data, tuned, says in (
+        (tmp_path / "none.jsonl", str(tiny_policy), "no such file"),
+        (texts, "embedded:math", "two checkpoints of one architecture"),
+    ):
+        with pytest.raises(UserError, match=says):
+            invoke("compare", str(tiny_policy), tuned, "--data", str(data), *out)
+    assert not (tmp_path / "compare").exists()
 
 
 @pytest.mark.parametrize(
