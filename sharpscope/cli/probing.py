@@ -30,6 +30,7 @@ Found = Iterator[tuple[str, int, "Measured"]]
 Row = dict[Any, Any]
 """A row of the table `probes`."""
 WHOLE = 128  # prompts on which curvature is computed by default
+Z = 1.959964  # 97.5 % quantile of the normal distribution
 SEED = 0  # of every random vector
 
 
@@ -431,8 +432,14 @@ def _compared(name: str, rows: pd.DataFrame) -> Iterator[str]:
 
 
 def _half(row: Row) -> float:
-    """Half of the 95 % interval over prompts; NaN where the error is not known."""
-    return 1.96 * float(row["prompt_std_error"])
+    """Half of the 95 % interval over prompts and random draws; NaN where no error is known."""
+    from scipy.stats import t
+
+    draws = row["std_error"]
+    if math.isfinite(draws):
+        draws *= float(t.ppf(0.975, row["samples"] - 1))
+    errors = [error for error in (Z * row["prompt_std_error"], draws) if math.isfinite(error)]
+    return math.hypot(*errors) if errors else math.nan
 
 
 def _unsure(row: Row) -> bool:
@@ -486,40 +493,16 @@ def _texts(rows: dict[Any, Row]) -> Iterator[str]:
 
 
 def _table(estimates: pd.DataFrame) -> pd.DataFrame:
-    """The values, a column for each checkpoint; of one checkpoint with their errors."""
+    """The values with their errors, a column for each checkpoint."""
     import pandas as pd
 
     from sharpscope.analysis.measures import split_of
 
-    several = estimates["checkpoint"].nunique() > 1
     rows = []
     for (name, functional, quantity), same in estimates.groupby(
         ["probe_set", "functional", "quantity"], sort=False
     ):
-        first = same.iloc[0]
-        row = {
-            "loss": functional or "gradient",
-            "prompts": split_of(str(name)),
-            "quantity": quantity,
-        }
-        row |= {"rho": first["rho"]}
-        if several:
-            row |= {
-                each["checkpoint"]: "unsure" if _unsure(each) else _number(each["value"])
-                for each in same.to_dict("records")
-            }
-        else:
-            errors = {
-                "± s.e.": "std_error",
-                "± prompts": "prompt_std_error",
-                "saturation": "saturation",
-            }
-            row |= {"value": _number(first["value"])} | {
-                title: first[column] for title, column in errors.items()
-            }
-        rows.append(row)
+        row = {"loss": functional or "gradient", "prompts": split_of(str(name))}
+        row |= {"quantity": quantity, "rho": same["rho"].iloc[0]}
+        rows.append(row | {each["checkpoint"]: _value(each) for each in same.to_dict("records")})
     return pd.DataFrame(rows)
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None or math.isnan(value) else f"{value:.4g}"

@@ -220,31 +220,24 @@ def average_sharpness(
     base: Tensor | None = None,
     *,
     samples: int = 8,
-    layerwise: bool = True,
 ) -> Estimate:
     """Average sharpness E[L(θ + ε)] − L(θ) over Gaussian ε with E‖ε‖² = rho², scaled by tensor: the row `average`.
 
-    With `layerwise` the part of ε in a tensor is proportional to its norm, ε_i ~ N(0, rho²·‖θ_i‖²/(‖θ‖²·n_i)), so that rescaling
-    two layers against each other changes nothing at the same rho/‖θ‖; without it all components have the variance rho²/P. Noise is
-    drawn in pairs ±ε, so that the gradient drops out and the mean is rho²/2 times a trace up to fourth order. The standard error is
-    over `samples` pairs, the prompts' over prompts with the noise fixed.
+    The part of ε in a tensor is proportional to its norm, ε_i ~ N(0, rho²·‖θ_i‖²/(‖θ‖²·n_i)), so that rescaling two layers against
+    each other changes nothing at the same rho/‖θ‖. Noise is drawn in pairs ±ε, so that the gradient drops out and the mean is rho²/2
+    times a trace up to fourth order. The standard error is over `samples` pairs, the prompts' over prompts with the noise fixed.
     """
     began, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
-    sizes = [p.numel() for p in surface.parameters]
     norms = [length(p.detach()) for p in surface.parameters]
-    shares = [n**2 / sum(m**2 for m in norms) for n in norms] if layerwise else []
-    shares = shares or [size / sum(sizes) for size in sizes]
+    unit = rho / math.hypot(*norms)
     start = surface.value() if base is None else base.double()
     rises = []
     for _ in range(samples):
         parts = [
-            torch.randn(size, generator=generator) * (rho * math.sqrt(share / size))
-            for size, share in zip(sizes, shares, strict=True)
+            torch.randn(p.shape, generator=generator) * (unit * norm / math.sqrt(p.numel()))
+            for p, norm in zip(surface.parameters, norms, strict=True)
         ]
-        noise = flatten(
-            [part.view_as(p) for part, p in zip(parts, surface.parameters, strict=True)],
-            surface.parameters,
-        )
+        noise = flatten(parts, surface.parameters)
         pair = []
         for sign in (1, -1):
             with moved(surface.parameters, sign * noise):

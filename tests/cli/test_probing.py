@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import scipy.stats
 import torch
 from typer.testing import CliRunner
 
@@ -62,7 +63,7 @@ def test_probe_measures_models_on_a_file_side_by_side(
     assert {"largest", "sam"} <= set(frame["quantity"]) and (frame["functional"] == "nll").all()
     assert (
         output.index("sharpest direction")
-        < output.index("± prompts")
+        < output.index("quantity")
         < output.index(f"written to {out}/: ")
     )
     assert "SAM sharpness at radius 0.05" in output
@@ -106,7 +107,7 @@ def test_a_probe_that_is_interrupted_leaves_what_it_found(
 
 
 def row(quantity: str, value: float, **rest) -> dict:
-    unknown = dict.fromkeys(("prompt_std_error", "saturation", "residual"), math.nan)
+    unknown = dict.fromkeys(("prompt_std_error", "std_error", "saturation", "residual"), math.nan)
     names = {
         "checkpoint": "m",
         "functional": "expected_failure",
@@ -154,6 +155,22 @@ def test_a_value_whose_error_exceeds_it_is_not_printed():
     compared = probing.sentences(pd.DataFrame(both))
     assert "n 1.26 ± 0.22; m not measured" in compared[0]  # apart, but 6 times of what?
     assert compared[1].endswith("not distinguishable")
+
+
+def test_the_table_has_each_checkpoints_values_with_their_errors():
+    """Random draws by Student's t, prompts by the normal distribution, both where both are known."""
+    rows = [
+        row("trace", 50.0, std_error=2.0, samples=4),
+        row("largest", 100.0, prompt_std_error=5.0),
+        row("average", 0.5, std_error=0.01, samples=8, prompt_std_error=0.02),
+        row("sam", 0.2, prompt_std_error=0.3),
+        row("gradient_norm", 1.5),
+    ]
+    table = probing._table(pd.DataFrame(rows)).set_index("quantity")["m"]
+    assert table["trace"] == interval_text(50.0, 2 * scipy.stats.t.ppf(0.975, 3))
+    assert table["largest"] == "100.0 ± 9.8" and table["gradient_norm"] == "1.5"
+    half = math.hypot(1.96 * 0.02, 0.01 * scipy.stats.t.ppf(0.975, 7))
+    assert table["average"] == interval_text(0.5, half) and table["sam"] == UNSURE
 
 
 def test_a_critical_sharpness_is_judged_with_its_error():

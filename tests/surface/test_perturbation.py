@@ -267,7 +267,7 @@ def test_a_cross_fitted_rise_is_along_the_gradient_of_the_other_half(name):
 def test_average_sharpness_is_half_a_trace_and_layerwise_it_does_not_see_rescaling():
     theta, loss, matrix, _ = quadratic(SPECTRA["indefinite"], GRADIENT)
     plain = Surface(loss, [theta])
-    found = average_sharpness(plain, 0.3, 0, samples=4000, layerwise=False)
+    found = average_sharpness(plain, 0.3, 0, samples=4000)
     assert found.std_error < 0.01
     assert abs(found.value - 0.3**2 / 2 * float(matrix.trace()) / 6) < 3 * found.std_error
     values = []
