@@ -107,7 +107,7 @@ def by_pyhessian(
     return result
 
 
-class _MeanNll(nn.Module):
+class MeanNll(nn.Module):
     """The mean −ln π of the scored tokens of a language model's surface, as a model of rows (n, S) for functional calls."""
 
     def __init__(self, surface: LmSurface) -> None:
@@ -155,7 +155,7 @@ def by_curvlinops(
 
     parameters, rows = list(surface.parameters), torch.zeros(1, 1)
     data, size = [(rows, torch.zeros(1))], hessian.size
-    model, options = _MeanNll(surface), {"check_deterministic": False, "num_data": 1}
+    model, options = MeanNll(surface), {"check_deterministic": False, "num_data": 1}
     # The loss is the model's output itself: a mean over one number.
     first = nn.L1Loss(reduction="sum")
     torch.manual_seed(start.seed)
