@@ -30,7 +30,6 @@ Found = Iterator[tuple[str, int, "Measured"]]
 Row = dict[Any, Any]
 """A row of the table `probes`."""
 WHOLE = 128  # prompts on which curvature is computed by default
-Z = 1.959964  # 97.5 % quantile of the normal distribution
 SEED = 0  # of every random vector
 
 
@@ -435,6 +434,8 @@ def _half(row: Row) -> float:
     """Half of the 95 % interval over prompts and random draws; NaN where no error is known."""
     from scipy.stats import t
 
+    from sharpscope.analysis.measures import Z
+
     draws = row["std_error"]
     if math.isfinite(draws):
         draws *= float(t.ppf(0.975, row["samples"] - 1))
@@ -474,17 +475,15 @@ def _texts(rows: dict[Any, Row]) -> Iterator[str]:
     for kind in ("sam", "asam"):
         if not (row := known.get(kind)):
             continue
-        share, first = row["saturation"], known.get(f"{kind}_first_order")
+        share, first, bound = row["saturation"], known.get(f"{kind}_first_order"), ""
         if share > MAX_SATURATION:
             bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
-        elif math.isfinite(share) and not _unsure(row):
+        elif _unsure(row):
+            pass
+        elif math.isfinite(share):
             bound = f", {share:.1%} of the largest possible rise (its value per unit of 1 − loss)"
-        else:
-            bound = (
-                f", {row['value'] / first['value']:.2f} of its first-order term"
-                if first and first["value"] and not _unsure(row)
-                else ""
-            )
+        elif first and first["value"]:
+            bound = f", {row['value'] / first['value']:.2f} of its first-order term"
         yield f"{kind.upper()} sharpness at radius {row['rho']:.3g}: {_value(row)}{bound}"
     if row := known.get("radius"):
         yield f"radius {row['value']:.3g}, chosen from losses at {row['samples']:.0f} radii"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -65,33 +65,23 @@ class CriticalSharpness:
 
     def estimates(self) -> list[Estimate]:
         """Rows `critical_sharpness` (residual: half the width of its bracket), `critical_lr` and `update_slope`."""
-        found = self.outcome == "found"
-        widths = (
-            (1 / self.lower - 1 / self.upper, (self.upper - self.lower) / 2)
-            if found
-            else (math.nan, math.nan)
-        )
-        errors: dict[str, Any] = {
-            "residual": widths[0],
-            "prompt_std_error": self.std_error,
-            "seconds": self.seconds,
-        }
-        lr_errors: dict[str, Any] = {
-            "residual": widths[1],
-            "prompt_std_error": self.std_error * self.lr**2 / 2,
-        }
+        widths = (math.nan, math.nan)
+        if self.outcome == "found":
+            widths = (1 / self.lower - 1 / self.upper, (self.upper - self.lower) / 2)
         common: dict[str, Any] = {
             "converged": self.converged,
             "why": self.why,
             "prompts": self.prompts,
+            "samples": self.evaluations,
         }
-        common |= {"samples": self.evaluations}
         undefined = (
             "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
         )
+        value = Estimate("critical", "critical_sharpness", self.value, residual=widths[0], **common)
+        lr = Estimate("critical", "critical_lr", self.lr, residual=widths[1], **common)
         return [
-            Estimate("critical", "critical_sharpness", self.value, **errors, **common),
-            Estimate("critical", "critical_lr", self.lr, **lr_errors, **common),
+            replace(value, prompt_std_error=self.std_error, seconds=self.seconds),
+            replace(lr, prompt_std_error=self.std_error * self.lr**2 / 2),
             Estimate("critical", "update_slope", self.slope, why=undefined),
         ]
 

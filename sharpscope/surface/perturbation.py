@@ -266,12 +266,8 @@ class Radius:
 
     def estimate(self) -> Estimate:
         """Row `radius` of the `probes` table."""
-        more: dict[str, Any] = {
-            "samples": self.evaluations,
-            "seconds": self.seconds,
-            "saturation": self.saturation,
-        }
-        return Estimate("perturbation", "radius", self.rho, why=self.why, **more)
+        found = Estimate("perturbation", "radius", self.rho, why=self.why, seconds=self.seconds)
+        return replace(found, samples=self.evaluations, saturation=self.saturation)
 
 
 def find_radius(surface: Surface) -> Radius:
