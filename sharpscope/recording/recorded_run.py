@@ -28,6 +28,8 @@ from sharpscope.traces.files import RUN_FILE, now
 
 FLUSH_S = 2.0
 """Rows are written to the folder after a step when this long has passed since the last time [s], and before the trainer saves."""
+FLUSH_SHARE = 0.02
+"""Largest share of the time that writing takes, where it takes more than `FLUSH_S` allows."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class RecordedRun:
         self.identity = dict(identity)
         self.tables: TraceWriter | NoWriter = NoWriter()
         self._stack = ExitStack()
-        self._started, self._flushed = 0.0, -math.inf
+        self._started, self._flushed, self._took = 0.0, -math.inf, 0.0
 
     def open(
         self, info: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, done_updates: int
@@ -109,9 +111,11 @@ class RecordedRun:
         self._flushed = time.perf_counter()
 
     def flush_in_time(self, steps_done: int) -> None:
-        """Write the rows if the last time is long ago."""
-        if time.perf_counter() - self._flushed > FLUSH_S:
+        """Write the rows if the last time is long ago, also compared with how long it took."""
+        started = time.perf_counter()
+        if started - self._flushed > max(FLUSH_S, self._took / FLUSH_SHARE):
             self.flush(steps_done)
+            self._took = time.perf_counter() - started
 
     def end(self, **entries: Any) -> None:
         """Write the last rows, free the folder, and write the last entries of run.json."""

@@ -61,7 +61,7 @@ def made(kind: str, folder: Path, **arguments: Any) -> Any:
         data = Dataset.from_list([dict(zip(names, row, strict=True)) for row in rows])
     if kind == "KTO":
         extra = {"ref_model": small_model()}
-    args = config(**settings(folder, **(own | QUIET | arguments)))
+    args = config(**settings(folder, **(QUIET | own | arguments)))
     return trainer(
         model=small_model(), args=args, train_dataset=data, processing_class=tokenizer(), **extra
     )
