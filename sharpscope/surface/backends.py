@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -79,32 +80,47 @@ def by_pyhessian(
     samples = problem.trace(maxIter=max_products, tol=tolerance) if start.trace_probes else []
     model.zero_grad()
     units = [flat / length(flat) for flat in (flatten(parts, parameters) for parts in vectors)]
-    pairs = [
-        (float(value), residual(hessian, value, unit), unit)
-        for value, unit in zip(values, units, strict=True)
-    ]
-    pairs.sort(key=lambda pair: -pair[0])
-    worst = max(pair[1] for pair in pairs) / max(abs(pair[0]) for pair in pairs)
-    why = (
-        f"PyHessian stopped at a residual of {worst:.1e} of its largest |eigenvalue|"
-        if worst > tolerance
-        else ""
+    pairs = [(float(value), unit) for value, unit in zip(values, units, strict=True)]
+    positive = sum(value > 0 for value, _ in pairs)
+    found = _opinion(start, hessian, "PyHessian", pairs, samples, positive, tolerance)
+    return (
+        found
+        if found.smallest < 0
+        else replace(found, smallest=math.nan, smallest_residual=math.nan)
     )
-    result = replace(start, trace_probes=len(samples), why=why)
-    if samples:
-        result = replace(result, trace=float(np.mean(samples)))
+
+
+def _opinion(
+    start: Curvature,
+    hessian: Operator,
+    name: str,
+    pairs: list[tuple[float, Tensor]],
+    samples: Sequence[float],
+    top: int,
+    tolerance: float,
+) -> Curvature:
+    """`start` with eigenpairs that `name` found, the `top` largest and the smallest, their residuals by our products, and a trace."""
+    pairs.sort(key=lambda pair: -pair[0])
+    residuals = [residual(hessian, *pair) for pair in pairs]
+    worst = max(residuals) / max(abs(value) for value, _ in pairs)
+    loose = f"{name} stopped at a residual of {worst:.1e} of its largest |eigenvalue|"
+    found = replace(
+        start,
+        smallest=pairs[-1][0],
+        smallest_residual=residuals[-1],
+        why=loose if worst > tolerance else "",
+        trace_probes=len(samples),
+    )
+    if top:
+        values, vectors = zip(*pairs[:top], strict=True)
+        found = replace(found, top=np.array(values), residuals=np.array(residuals[:top]))
+        found = replace(found, vectors=torch.stack(vectors))
+    if len(samples):
+        found = replace(found, trace=float(np.mean(samples)))
     if len(samples) > 1:
-        result = replace(
-            result, trace_std_error=float(np.std(samples, ddof=1)) / len(samples) ** 0.5
-        )
-    if pairs[0][0] > 0:
-        tops, residuals, chosen = zip(*(pair for pair in pairs if pair[0] > 0), strict=True)
-        result = replace(
-            result, top=np.array(tops), residuals=np.array(residuals), vectors=torch.stack(chosen)
-        )
-    if pairs[-1][0] < 0:
-        result = replace(result, smallest=pairs[-1][0], smallest_residual=pairs[-1][1])
-    return result
+        error = float(np.std(samples, ddof=1)) / len(samples) ** 0.5
+        found = replace(found, trace_std_error=error)
+    return found
 
 
 class MeanNll(nn.Module):
@@ -182,23 +198,8 @@ def by_curvlinops(
         for values, vectors in found
         for value, vector in zip(values, vectors.T, strict=True)
     ]
-    pairs.sort(key=lambda pair: -pair[0])
-    residuals = [residual(hessian, value, vector) for value, vector in pairs]
-    worst = max(residuals) / max(abs(value) for value, _ in pairs)
-    loose = f"SciPy's Lanczos stopped at a residual of {worst:.1e} of its largest |eigenvalue|"
-    result = replace(
-        start,
-        top=np.array([value for value, _ in pairs[:-1]]),
-        residuals=np.array(residuals[:-1]),
-        vectors=torch.stack([vector for _, vector in pairs[:-1]]),
-        smallest=pairs[-1][0],
-        smallest_residual=residuals[-1],
-        why=loose if worst > max(2 * tolerance, 1e-6) else "",
-    )
-    if len(samples) < 2:
-        return result
-    error = float(np.std(samples, ddof=1)) / len(samples) ** 0.5
-    return replace(result, trace=float(np.mean(samples)), trace_std_error=error)
+    bound = max(2 * tolerance, 1e-6)
+    return _opinion(start, hessian, "SciPy's Lanczos", pairs, samples, len(pairs) - 1, bound)
 
 
 BACKENDS: dict[str, Callable[..., Curvature]] = {
