@@ -204,11 +204,12 @@ def swap_sentences(swap: pd.DataFrame, names: list[str]) -> Iterator[str]:
 
     from sharpscope.surface.compare import paired
 
-    arms: dict[tuple[str, float], torch.Tensor] = {}
-    for row in swap[["arm", "share"]].drop_duplicates().to_dict("records"):
-        arm, share = str(row["arm"]), float(row["share"])
-        same = swap[(swap["arm"] == arm) & (swap["share"] == share)].sort_values("prompt")
-        arms[arm, share] = torch.tensor(same["correct"].to_numpy())
+    arms = {
+        (str(arm), float(share)): torch.tensor(  # type: ignore[arg-type]
+            same.sort_values("prompt")["correct"].to_numpy()
+        )
+        for (arm, share), same in swap.groupby(["arm", "share"], sort=False)
+    }
     base, tuned = arms["base", 0.0], arms["tuned", 1.0]
     gain = paired(base, tuned)
     verdict = "" if gain.seen else ", not distinguishable"

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -64,23 +64,21 @@ class Sharpness:
 
     def estimates(self) -> list[Estimate]:
         """Rows of the `probes` table: the value, named after its kind, and `<kind>_first_order`."""
-        more: dict[str, Any] = {
-            "ceiling": self.ceiling,
-            "saturation": self.saturation,
-            "seconds": self.seconds,
-        }
-        more |= {
-            "converged": False if self.why else None,
-            "why": self.why,
-            "samples": 1,
-            "rho": self.rho,
-        }
-        whole = Estimate("perturbation", self.kind, self.value, **more)
-        why = self.why if math.isnan(self.first_order) else ""
-        first = Estimate(
-            "perturbation", f"{self.kind}_first_order", self.first_order, rho=self.rho, why=why
+        whole = Estimate(
+            "perturbation",
+            self.kind,
+            self.value,
+            samples=1,
+            rho=self.rho,
+            converged=False if self.why else None,
+            seconds=self.seconds,
+            ceiling=self.ceiling,
+            saturation=self.saturation,
+            why=self.why,
         )
-        return [with_prompts(whole, self.by_prompt), first]
+        why = self.why if math.isnan(self.first_order) else ""
+        first = Estimate("perturbation", f"{self.kind}_first_order", self.first_order)
+        return [with_prompts(whole, self.by_prompt), replace(first, rho=self.rho, why=why)]
 
 
 def sharpness(
