@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from typing import TypedDict
+from dataclasses import asdict
+from typing import Any, TypedDict
 
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.headline import momentum_text, sentences
+from sharpscope.analysis.headline import CANDIDATES, momentum_text, sentences
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import PROBABILITY_EDGES
 from sharpscope.analysis.text import number, percent, told_apart
@@ -98,29 +99,67 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
         there = ", ".join(map(str, recorded[:12]))
         raise UserError(f"--by effect: not recorded at step {step}; recorded at steps {there}")
     tokens = effect_tokens(run, step, on)
-    order = tokens["effect"].abs().sort_values(ascending=False, kind="stable").index[:top]
-    chosen = tokens.loc[order]
-    table = pd.DataFrame(
-        {
-            "token": sentences(run, step, chosen),
-            "answer": chosen["correct"].map(_answer).to_numpy(),
-            "effect": [f"{value:+.3g}" for value in chosen["effect"]],
-            "π": chosen["probability"].map(number).to_numpy(),
-        }
+    tokens["sum"] = tokens["effect"] * inverse_inclusion(tokens)
+    total = float(tokens["sum"].abs().sum())
+    name, _, unit = OUTCOMES[on].rstrip("]").partition(" [")
+    note = (
+        f"Effect > 0: with the token {name} is higher after the update, to first order. "
+        f"In percent of the sum of all |effects|, {total:.2g} {unit}".rstrip()
+        + "; (×3): three equal tokens. "
+        + removal_text(run, on)
     )
-    note = f"Effect > 0: with the token {OUTCOMES[on].partition(' [')[0]} is higher after the update, to first order."
-    note += f" {removal_text(run, on)}"
     if on == "heldout":
         note += " It is measured on the probe set's held-out prompts, and says less of others."
-    title = f"{run.name}, step {step}: effects of tokens on {OUTCOMES[on]}"
-    parts = [Section(title, table, f"{note} {momentum_text(run, step)}".strip())]
-    tokens["sum"] = tokens["effect"] * inverse_inclusion(tokens)
+    title = f"{run.name}, step {step}: effects of tokens on {name}"
+    table, records = _largest(run, step, tokens, top)
+    parts = [Section(title, table, f"{note} {momentum_text(run, step)}".strip(), records=records)]
     tokens["unit"] = tokens[sampled_by(run)]
     of = sample_text(run, tokens)
     sampled = f" Estimated from {of}." if of else ""
     for heading, sums in _sums(run, tokens).items():
         parts.append(Section(f"Effects by {heading}", sums, sampled.strip()))
     return parts
+
+
+def _largest(
+    run: Run, step: int, tokens: pd.DataFrame, top: int
+) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+    """The tokens with the largest |effect|, as shown and as numbers.
+
+    Equal ones (text, direction, outcome and prompt) are one row with the sum of their effects.
+    """
+    order = tokens["effect"].abs().sort_values(ascending=False, kind="stable").index[:CANDIDATES]
+    chosen = tokens.loc[order]
+    rows = pd.DataFrame(
+        {
+            "token": sentences(run, step, chosen),
+            "answer": chosen["correct"].map(_answer).to_numpy(),
+            "effect": chosen["effect"].to_numpy(),
+            "correct": chosen["correct"].to_numpy(),
+            "probability": chosen["probability"].to_numpy(),
+            "prompt": chosen["group"].fillna(chosen["rollout"]).to_numpy(),
+        }
+    )
+    rows["text"] = [one.token for one in rows["token"]]
+    rows["direction"] = [one.direction for one in rows["token"]]
+    keys = [rows[name] for name in ("text", "direction", "answer", "prompt")]
+    groups = rows.groupby(keys, sort=False, dropna=False)
+    summed = groups["effect"].transform("sum")
+    firsts = rows.assign(effect=summed, count=groups["effect"].transform("size"))
+    firsts = firsts[~groups.cumcount().astype(bool)]
+    found = firsts.loc[firsts["effect"].abs().sort_values(ascending=False).index[:top]]
+    total = float(tokens["sum"].abs().sum()) or 1.0
+    shown = [
+        percent(effect / total, 1, sign=True) + (f" (×{count})" if count > 1 else "")
+        for effect, count in zip(found["effect"], found["count"], strict=True)
+    ]
+    numbers = found[["effect", "count", "probability", "correct"]]
+    records = [
+        {**asdict(one), **dict(row)}
+        for one, (_, row) in zip(found["token"], numbers.iterrows(), strict=True)
+    ]
+    found = found.assign(effect=shown, π=found["probability"].map(number))
+    return found[["token", "answer", "effect", "π"]].reset_index(drop=True), records
 
 
 def effect_headline(run: Run, top: int) -> list[Section]:

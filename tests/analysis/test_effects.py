@@ -10,7 +10,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from sharpscope.analysis.effects import OUTCOMES, REMOVAL, removal_text
+from sharpscope.analysis.effects import OUTCOMES, REMOVAL, effect_sections, removal_text
+from sharpscope.traces import TraceWriter, load_run
+from tests.analysis.test_tokens import append
+from tests.traces.synthetic import new_run
 
 LEADERBOARD = Path(__file__).parents[2] / "experiments" / "attribution"
 
@@ -46,3 +49,31 @@ def test_a_policy_that_was_not_measured_says_so():
         assert said.startswith("Not measured on this model: ") and number in said
     assert "two measurements agree to" in removal_text(own, "failure")
     assert "agree" not in removal_text(own, "heldout")
+
+
+def test_equal_tokens_are_one_row_with_the_sum_of_their_effects(tmp_path):
+    """Two completions of one prompt push the same token up; the third pushes it down, and is another row."""
+    folder = new_run(tmp_path / "run")
+    with TraceWriter(folder) as writer:
+        tokens = {
+            "rollout": [0, 1, 2, 3],
+            "position": [0] * 4,
+            "token_id": [7, 7, 7, 9],
+            "loss_coef": [-1.0, -1.0, 1.0, -1.0],
+            "logp": [-1.0] * 4,
+            "effect_kl": [0.3, 0.2, -0.1, 0.4],
+        }
+        append(writer, "tokens", 3, 4, **tokens)
+        groups = {"rollout": [0, 1, 2, 3], "group": [0, 0, 0, 0], "correct": [True] * 4}
+        append(writer, "rollouts", 3, 4, **groups)
+    section = effect_sections(load_run(folder), 3)[0]
+    table = section.content
+    shown = [(one.token, one.direction) for one in table["token"]]
+    assert shown == [("⟨7⟩", 1), ("⟨9⟩", 1), ("⟨7⟩", -1)]
+    assert list(table["effect"]) == [
+        "+50.0 % (×2)",
+        "+40.0 %",
+        "−10.0 %",
+    ]  # of 0.3 + 0.2 + 0.1 + 0.4
+    assert [row["effect"] for row in section.records] == pytest.approx([0.5, 0.4, -0.1])
+    assert [row["count"] for row in section.records] == [2, 1, 1]
