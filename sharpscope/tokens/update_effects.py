@@ -33,8 +33,8 @@ from sharpscope.tokens.structure import Structure, structure_of
 Outcomes = str | Outcome | Function | Sequence[str | Outcome] | Mapping[str, Outcome | Function]
 LEFT_OUT = 2
 """Tokens that the self-check leaves out."""
-LIMIT = 0.25
-"""Largest relative difference of predicted and measured change in the self-check."""
+LIMIT = 0.1
+"""Largest relative difference of predicted and measured change in the self-check; at most 0.03 in 72 checks of updates of `math`."""
 PARTS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Multiples of the tokens that the self-check leaves out and adds; the least one is taken whose change is above rounding."""
 ABOVE = 30.0
