@@ -703,6 +703,7 @@ def recorder_functions(package: Any) -> list[tuple[str, Any, str]]:
         "in_step",
         "together",
         "safely",
+        "_after_step",  # counts, and calls what `together` guards
         "say",
         "NoWriter",
     )  # what catches exceptions
