@@ -49,10 +49,10 @@ NOT_RUN = {  # start of a line -> why no test runs it; a command of sharpscope i
     "python -m verl.trainer.main_ppo": "verl",
     "sharpscope fork runs/trl": "a checkpoint of TRL with its optimizer: tests/forks",
     "sharpscope run --methods grpo,flat": "two processes; README's line is the same with other methods",
-    "sharpscope analyze data/reference": "minutes",
     "sharpscope analyze runs/ --figures": "ten seconds: tests/analysis",
     "sharpscope study claims data/studies/2/runs": "ten seconds; docs/agents.md has the same of data/reference",
     "python experiments/studies/2/corrected.py": "checks its own pages",
+    "python experiments/studies/4/verdicts.py": "rewrites a page; its rules: tests/studies",
 }
 SMALLER = {  # what the lines name -> what the test has, or does less of
     r"\b(path/or/hub-id|HUB_ID|CHECKPOINT|MODEL)\b": "smollm2",
