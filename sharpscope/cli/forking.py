@@ -144,7 +144,12 @@ def _without(
     from sharpscope.errors import UserError
     from sharpscope.forks.without import without_tokens
 
-    if run is None or step is None or not sets:
+    if not sets:
+        raise UserError(
+            f"--step {step}: makes a step again without some tokens; say which, as in --without top:12, "
+            f"or compare methods from a checkpoint: --checkpoint {step}"
+        )
+    if run is None or step is None:
         raise UserError(
             f"--without {' '.join(sets)}: needs a run, --step and tokens, as in fork RUN --step 40 --without top:12"
         )

@@ -104,6 +104,8 @@ def test_run_show_and_resume_from_an_empty_folder(tiny_policy: Path, tmp_path: P
         (["run", "--task", "dataset", "--set", "task.path=none.parquet"], "none.parquet"),
         (["eval", "runs/none"], "no such folder, and as a hub id it cannot be loaded"),
         (["config", "rolout"], "did you mean 'rollout'"),
+        (["fork", "runs/x", "--step", "10"], "compare methods from a checkpoint: --checkpoint 10"),
+        (["fork", "--without", "top:3"], "needs a run, --step and tokens"),
         (["frobnicate"], "No such command 'frobnicate'"),
     ],
 )
