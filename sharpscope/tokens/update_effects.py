@@ -33,8 +33,11 @@ from sharpscope.tokens.structure import Structure, structure_of
 Outcomes = str | Outcome | Function | Sequence[str | Outcome] | Mapping[str, Outcome | Function]
 LEFT_OUT = 2
 """Tokens that the self-check leaves out."""
-LIMIT = 0.1
-"""Largest relative difference of predicted and measured change in the self-check; at most 0.03 in 72 checks of updates of `math`."""
+LIMIT = 0.25
+"""Largest relative difference of predicted and measured change in the self-check.
+
+It was at most 0.03 in 72 checks of updates of `math`, and 0.11 at the second step of AdamW of a toy, where denominators still change much.
+"""
 PARTS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """Multiples of the tokens that the self-check leaves out and adds; the least one is taken whose change is above rounding."""
 ABOVE = 30.0
