@@ -104,12 +104,19 @@ def _demo_report(out: Path, bug: Path) -> None:
         out / "gradient_norm.png"
     )
     Console().print(show_headline([out / "runs"]))
-    first = verdict(load_run(bug)).causes[0]
+    first = next(iter(verdict(load_run(bug)).causes), None)
+    if first is None:
+        say(
+            f"\nThe planted bug (another temperature when sampling) was not named with this seed: {bug}"
+        )
+    else:
+        say(
+            f"\nThe planted bug, as `sharpscope show {bug}` names it after six steps:\n"
+            f"  {first.sentence}\n"
+            f"  evidence: {first.evidence}\n"
+            f"  change:   {first.change}"
+        )
     say(
-        f"\nThe planted bug, as `sharpscope show {bug}` names it after six steps:\n"
-        f"  {first.sentence}\n"
-        f"  evidence: {first.evidence}\n"
-        f"  change:   {first.change}\n"
         f"\nOpen the report:  {written.page}\n"
         f"A figure:         {picture} (gradient norm of each token against its probability)\n"
         f"One of the runs:  sharpscope show {out}/runs/grpo-sg\n"

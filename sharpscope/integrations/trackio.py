@@ -15,7 +15,7 @@ import pandas as pd
 from sharpscope.analysis import analyze
 from sharpscope.causes import verdict
 from sharpscope.errors import UserError
-from sharpscope.traces import Run
+from sharpscope.traces import Run, load_run
 from sharpscope.untrusted import visible
 
 ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
@@ -62,6 +62,7 @@ def open_run(
 
 def _close(trackio: Any, logged: Any, run: Run, out: Path) -> None:
     """Write alerts, traces and the page, and end the run."""
+    run = load_run(run.path)  # it may have gone on
     with redirect_stdout(StringIO()):
         for title, text, level in alerts(run):
             logged.alert(title, text, level=trackio.AlertLevel(level))

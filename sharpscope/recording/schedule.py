@@ -180,8 +180,10 @@ class MeasurementPlan:
         rest = [", …"] if len(first) > MOST_PLACES else []
         steps = "".join([", ".join(map(str, first[:MOST_PLACES])), *rest])
         spikes = " and at spikes" if self.spikes else ""
-        price = "at most 12" if math.isnan(self.price) else f"about {100 * self.price:.0f}"
-        return f"tokens at steps {steps}{spikes}; {price} % of the training's time"
+        price = f"about {self.price:.0%} of the training's passes"
+        if math.isnan(self.price):
+            price = f"at most {MOST_SHARE:.0%} of the passes of a long training"
+        return f"tokens at steps {steps}{spikes}; {price}"
 
 
 @dataclass
