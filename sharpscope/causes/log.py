@@ -6,20 +6,16 @@ Only what a log can tell is named. A log has means over a step, so most causes n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.causes.named import Cause
 from sharpscope.packaged import package_yaml
-from sharpscope.untrusted import UnreadableError, parse_json, read_json, read_lines
 
 Facts = Mapping[str, object]
 Frame = pd.DataFrame
 """A log by step: columns are quantities (`sharpscope.diagnose`), and `rewards/NAME` the means of a reward's components."""
-LARGEST_LOG = 500_000_000
-"""Largest trainer_state.json [bytes]."""
 FEW = 5
 """Steps below which a log shows no cause that needs a course."""
 
@@ -56,28 +52,6 @@ def _cause(name: str, facts: Facts) -> Cause:
         check=texts["check"],
         identity="",
     )
-
-
-def components(path: Path) -> Frame:
-    """Means of a reward's components by step, from the JSON that TRL writes; empty where a log has none."""
-    if path.is_dir():
-        path = path / "trainer_state.json"
-    try:
-        if path.suffix == ".json":
-            rows = read_json(path, LARGEST_LOG).get("log_history", [])
-        elif path.suffix == ".jsonl":
-            rows = [parse_json(line) for _, line in read_lines(path) if line.strip()]
-        else:
-            return pd.DataFrame()
-    except (ValueError, AttributeError, OSError, UnreadableError):
-        return pd.DataFrame()
-    listed = rows if isinstance(rows, list) else []
-    table = pd.DataFrame([row for row in listed if isinstance(row, dict)])
-    names = [key for key in table if str(key).startswith("rewards/") and str(key).endswith("/mean")]
-    if "step" not in table or not names:
-        return pd.DataFrame()
-    means = table.dropna(subset=names).drop_duplicates("step", keep="last").set_index("step")[names]
-    return means.rename(columns=lambda key: str(key).removesuffix("/mean"))
 
 
 def _column(frame: Frame, name: str) -> pd.Series:

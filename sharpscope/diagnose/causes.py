@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,16 +12,19 @@ from sharpscope.causes import Cause, causes_of_log, verdict
 from sharpscope.traces import load_run
 
 if TYPE_CHECKING:
+    from sharpscope.diagnose.findings import Finding
     from sharpscope.diagnose.logs import Log
 
 MOST = 3
 """Causes that are shown."""
 UNCERTAIN = ("wrong_end_token", "reference_moves")
 """Causes that a log without tokens cannot tell from a short length limit, or from a KL that is not computed."""
+WEAK = "reference_differs"
+"""Cause that is no fault where another reference is meant, and explains nothing that is critical."""
 
 
-def shown_causes(log: Log) -> list[Cause]:
-    """The causes that a log shows, by its tokens where it is a recorded run."""
+def shown_causes(log: Log, findings: Sequence[Finding]) -> list[Cause]:
+    """The causes that a log with these findings shows, by its tokens where it is a recorded run."""
     if (log.path / "run.json").is_file():
         return verdict(load_run(log.path)).causes[:MOST]
     if log.framework == "sharpscope" or log.training != "rewards":
@@ -30,7 +34,10 @@ def shown_causes(log: Log) -> list[Cause]:
     if "reward" in log.frame:
         frame["reward"] = log.frame["reward"]
     found = causes_of_log(frame.join(log.components))
-    return [cause for cause in found if cause.name not in UNCERTAIN][:MOST]
+    left_out = set(UNCERTAIN)
+    if any(finding.severity == "critical" for finding in findings):
+        left_out.add(WEAK)
+    return [cause for cause in found if cause.name not in left_out][:MOST]
 
 
 def stopped_causes(path: Path) -> list[Cause]:

@@ -20,7 +20,10 @@ from sharpscope.rules.measures import Flags
 BAR_KEY = "progress bar"
 """Key under which a row has the step that the progress bar showed."""
 
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|(?:nan|inf(?:inity)?)\b)"
+_NUMBER = (
+    r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+    r"|(?:nan|inf(?:inity)?)\b)(?: ?%(?!\|)|[kKMBG]\b)?"
+)
 _WRAPPED = rf"(?:np\.\w+\(|(?:torch\.)?tensor\(|array\()?['\"]?({_NUMBER}(?:/\d+)?)"
 _DICT_PAIR = re.compile(rf"""['"]([^'"]{{1,200}})['"]\s*:\s*{_WRAPPED}""", re.IGNORECASE)
 _DASH_PAIR = re.compile(rf"(?:^| - )([^\s:]+):{_WRAPPED}", re.IGNORECASE)
@@ -34,11 +37,11 @@ _LINE_PAIR = re.compile(
 )
 _STEP = re.compile(
     r"(?<![\w-])(?:global[_ ]|optimizer[_ ]|train(?:ing|er)?[_/ ](?:global_)?)?(?:step|iter|iteration)\b"
-    r"\W{0,3}(\d+)(?![\w.]*\d*s/)",
+    r"[^\w\n]{0,12}(\d+)(?![\w.]*\d*s/)",
     re.IGNORECASE,
 )
-_EPOCH = re.compile(r"\W*epoch\W{0,3}(\d+)(?![\w.])", re.IGNORECASE)
-_BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+)\s*\[")
+_EPOCH = re.compile(r"\W*epoch[^\w\n]{0,12}(\d+)(?![\w.])", re.IGNORECASE)
+BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+)\s*\[")
 _RAY = re.compile(r"^(?:\x1b\[\d+m)?\([^()]*pid=\d+[^()]*\)\s?")
 _BULLETS = " \t•*-–|│║>"
 
@@ -83,7 +86,7 @@ def console(lines: Iterable[str]) -> Table:
     for part in _parts(lines):
         line = _RAY.sub("", plain(part))
         if "%|" in line:
-            bars.extend((int(bar[1]), int(bar[2])) for bar in _BAR.finditer(line))
+            bars.extend((int(bar[1]), int(bar[2])) for bar in BAR.finditer(line))
         if "{" in line:
             row = _dict_row(line)
             if row:
@@ -157,7 +160,8 @@ def _table(printed: _Printed, bars: list[tuple[int, int]]) -> Table:
 def _bar_steps(printed: _Printed, bars: list[tuple[int, int]]) -> Mapping[int, int]:
     """Row -> step of the bar after it, which trainers draw again below what they print; else of the bar before it.
 
-    Bars of evaluations and downloads have other totals than the training's, which most rows stand beside.
+    The bar before counts if it tells more rows apart, as where bars are not drawn again. Bars of evaluations and downloads have other
+    totals than the training's, which most rows stand beside.
     """
     beside: Counter[int] = Counter()
     for place in printed.places:
@@ -166,12 +170,13 @@ def _bar_steps(printed: _Printed, bars: list[tuple[int, int]]) -> Mapping[int, i
         return {}
     training = beside.most_common(1)[0][0]
     drawn = [(at, done) for at, (done, total) in enumerate(bars) if total == training]
-    found, upcoming = {}, 0  # the first bar that was drawn after the row
-    for row, place in enumerate(printed.places):
-        while upcoming < len(drawn) and drawn[upcoming][0] < place:
-            upcoming += 1
-        found[row] = drawn[min(upcoming, len(drawn) - 1)][1]
-    if any(later < earlier for (_, earlier), (_, later) in itertools.pairwise(drawn)):
+    at, done = np.array(drawn).T
+    upcoming = np.searchsorted(at, printed.places)  # the first bar that was drawn after each row
+    after = done[np.minimum(upcoming, len(done) - 1)]
+    before = done[np.maximum(upcoming - 1, 0)]
+    chosen = before if len(set(before)) > len(set(after)) else after
+    found = dict(enumerate(chosen.tolist()))
+    if (np.diff(done) < 0).any():
         return found  # a bar for each epoch
     table = printed.table
     return _spread(found, table.rows_with(key for key in table.columns if not is_evaluation(key)))

@@ -116,12 +116,13 @@ def _attempts(source: Source) -> list[Source]:
         return [source]
     table = with_evaluations_apart(without_summaries(source.table))
     naming = name_columns(table, trainer=source.framework)
-    parts = attempts(steps_of(table, _keys(naming) or table.columns).values)
-    if len(parts) == 1:
-        return [replace(source, table=table)]
+    used = _keys(naming)
+    parts = [table.part(r) for r in attempts(steps_of(table, used or table.columns).values)]
+    if not any(sum(key in part.columns for part in parts) > 1 for key in used):
+        return [replace(source, table=table)]  # also of a file that has one quantity after another
     return [
-        replace(source, table=table.part(rows), name=f"{source.name} (attempt {number})")
-        for number, rows in enumerate(parts, 1)
+        replace(source, table=part, name=f"{source.name} (attempt {number})")
+        for number, part in enumerate(parts, 1)
     ]
 
 

@@ -260,7 +260,7 @@ def _judged(log: Log) -> Diagnosis:
         )
     found = changes(log)
     findings = find(log, found)
-    causes = shown_causes(log)
+    causes = shown_causes(log, findings)
     if not findings and not causes and len(log.frame) < FEWEST:
         count = len(log.frame)
         steps = "1 step" if count == 1 else f"{count} steps"

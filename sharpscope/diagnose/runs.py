@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,13 +13,17 @@ from pathlib import Path
 import numpy as np
 
 from sharpscope.diagnose.formats import READS, events, read_file, scalars
+from sharpscope.diagnose.steps import CLOCKS, step_keys
 from sharpscope.diagnose.tables import Column, Table
+from sharpscope.diagnose.text import BROKEN, whole
 from sharpscope.errors import UserError, nearest
 
 ENDINGS = frozenset(["jsonl", "json", "csv", "tsv", "log", "txt", "out", "ipynb", "gz", "md"])
 """Endings of the files of a folder that are looked at."""
 MOST = 40
 """Files of a folder that are read."""
+MOST_ENTRIES = 20_000
+"""Entries of subfolders that are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,24 +69,74 @@ def _of_file(file: Path, name: str) -> list[Source]:
 
 
 def _of_folder(folder: Path) -> list[Source]:
-    states = sorted(folder.rglob("trainer_state.json"))
+    states = _files(folder, "trainer_state.json")
     if states:
         return _states(folder, states)
-    event_files = sorted(folder.rglob("*tfevents*"))
+    event_files = _files(folder, "*tfevents*")
     if event_files:
         return _event_runs(folder, event_files)
     found: list[Source] = []
     refused: list[str] = []
-    files = [f for f in sorted(folder.iterdir()) if f.suffix.lstrip(".").lower() in ENDINGS]
-    for file in files[:MOST]:
+    for file in _log_files(folder):
         try:
-            found.extend(_of_file(file, file.name))
+            found.extend(_of_file(file, str(file.relative_to(folder))))
         except UserError as error:
             refused.append(str(error))
     if found:
-        return found
+        return _with_series_joined(found)
     what = f"none of its files can be read ({refused[0]})" if refused else "holds no log"
     raise UserError(f"{folder}: {what}; diagnose reads {READS}")
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    return sorted(file for file in folder.rglob(pattern) if file.is_file())
+
+
+def _log_files(folder: Path) -> list[Path]:
+    """The files of a folder that may be logs, at most `MOST`; without any those of its subfolders."""
+    below = itertools.islice(folder.rglob("*"), MOST_ENTRIES)
+    for entries in (folder.iterdir(), below):
+        files = [entry for entry in sorted(entries) if _may_be_log(entry)]
+        if files:
+            return files[:MOST]
+    return []
+
+
+def _may_be_log(file: Path) -> bool:
+    of_mlflow = not file.suffix and "metrics" in file.parts[:-1]
+    return file.is_file() and (of_mlflow or file.suffix.lstrip(".").lower() in ENDINGS)
+
+
+def _with_series_joined(found: list[Source]) -> list[Source]:
+    """Runs of which files with one quantity each, as TensorBoard exports them and MLflow keeps them, are one."""
+    groups: dict[tuple[Path, str], list[Source]] = {}
+    others = []
+    for source in found:
+        keys = source.table.columns.keys() - {*step_keys(source.table), *CLOCKS}
+        if len(keys) == 1:
+            path = source.path
+            place = next((p for p in path.parents if p.name == "metrics"), path.parent)
+            groups.setdefault((place, path.stem.rpartition("tag-")[0]), []).append(source)
+        else:
+            others.append(source)
+    for (place, name), series in groups.items():
+        joined = _joined_series(place, name, series)
+        others.extend(series if joined is None else [joined])
+    return others
+
+
+def _joined_series(place: Path, name: str, found: list[Source]) -> Source | None:
+    """The run whose quantities stand in a file each; None if there is but one file, or if two have the same quantity."""
+    keys = Counter(key for source in found for key in source.table.columns)
+    of_one = [key for key, files in keys.items() if files == 1]
+    if len(found) < 2 or len(of_one) < len(found):
+        return None
+    table = Table()
+    for source in found:
+        table.append(source.table)
+    files = ", ".join(source.path.name for source in found)
+    notes = (f"{len(found)} files with one quantity each are one run: {files}.",)
+    return replace(found[0], path=place, table=table, name=name or str(place), notes=notes)
 
 
 # -- transformers
@@ -115,9 +171,9 @@ def _reached(file: Path) -> tuple[int, int]:
     """The step that a trainer_state.json has reached; also by the name of its folder, should its content be broken."""
     number = re.search(r"-(\d+)$", file.parent.name)
     try:
-        state = json.loads(file.read_text("utf-8", errors="replace"))
+        state = json.loads(whole(file))
         step = state.get("global_step") if isinstance(state, dict) else None
-    except (ValueError, OSError, RecursionError):
+    except (*BROKEN, ValueError, RecursionError, UserError):
         step = None
     return (step if isinstance(step, int) else -1), int(number[1]) if number else 0
 

@@ -29,6 +29,8 @@ LOGGER_KEYS = ("_step", "wandb_step", "mlflow_step")
 """Keys of a logger's step, which counts calls of the logger and not updates."""
 EPOCH_KEYS = ("epoch", "Epoch")
 """Keys of an epoch, which counts where nothing else does and it is a whole number."""
+CLOCKS = frozenset({"Wall time", "timestamp", "Timestamp", "time", "_timestamp", "_runtime"})
+"""Keys of the time, which is neither a step nor a quantity."""
 _SUMMARY = frozenset({"train_runtime", "train/train_runtime", "total_flos", "train_dataset"})
 _OF_TRAINING = frozenset({"loss", "grad_norm", "learning_rate", "lr", "train/loss"})
 
@@ -71,9 +73,9 @@ def steps_of(table: Table, named: Iterable[str]) -> Steps:
 
 
 def _counts(values: Values) -> bool:
-    """Whether values can be steps: whole numbers that are not all the same."""
+    """Whether values can be steps: whole numbers that are not all the same, and no seconds since 1970."""
     known = values[np.isfinite(values)]
-    if not len(known) or np.abs(known).max() > 2**53:
+    if not len(known) or np.abs(known).max() > 2**53 or 1e9 < known.min() > known.max() / 2:
         return False
     whole = np.abs(known - np.round(known)) < 1e-6
     return bool(whole.mean() >= 0.8 and (len(known) == 1 or np.ptp(known) > 0))

@@ -28,7 +28,37 @@ RUN_KEYS = frozenset({"run", "run_name", "run_id", "run name", "run id", "experi
 TEXT_KEYS = frozenset({"prompt", "completion", "input", "output", "response", "generation", "text"})
 """Keys of prompts and completions: a file of such rows is a dump of completions."""
 
+NAME_KEYS = frozenset({"name", "metric", "metric_name", "metricName", "key", "tag", "variable"})
+"""Keys that name the quantity of a row that has one value."""
+_VALUES = frozenset({"value", "metricValue", "metric_value", "Value"})
+"""Keys of that value."""
 _FRACTION = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
+_WRITTEN = re.compile(
+    r"([-+−]?)(?:([1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?)|(\d*[.,]?\d+(?:[eE][-+]?\d+)?))\s?([%kKMBG]?)"
+)
+_UNITS = {"": 1.0, "%": 0.01, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+
+
+def number_of(text: str) -> float | None:
+    """The number that a text shows, such as "0.5", "1,234.5", "0,5", "12 %" (0.12) or "1.2k"; None if it shows none."""
+    try:
+        return float(text)
+    except ValueError:
+        found = _WRITTEN.fullmatch(text.strip())
+    if found is None:
+        return None
+    sign, grouped, plain, unit = found.groups("")
+    number = float(grouped.replace(",", "") or plain.replace(",", "."))
+    return (-number if sign in ("-", "−") else number) * _UNITS[unit]
+
+
+def _widened(row: Mapping[str, object]) -> Mapping[str, object]:
+    """A row whose value stands under the name that the row has for it, if it has one."""
+    name = next((row[key] for key in NAME_KEYS & row.keys() if isinstance(row[key], str)), None)
+    if name is None:
+        return row
+    (value, *_) = [row[key] for key in _VALUES & row.keys()]
+    return {**{k: v for k, v in row.items() if k not in _VALUES | NAME_KEYS}, str(name): value}
 
 
 @dataclass
@@ -59,8 +89,11 @@ class Table:
     notes: list[str] = field(default_factory=list)  # how the rows were read, for the report
 
     def add(self, row: Mapping[str, object]) -> None:
-        """Append a row: numbers, numbers in text, and nested objects whose keys are joined by "/"."""
-        self._add(row, "", 0)
+        """Append a row: numbers, numbers in text, and nested objects whose keys are joined by "/".
+
+        A row that names one quantity and its value, such as {"step": 1, "name": "loss", "value": 0.5}, is one with that key.
+        """
+        self._add(row if _VALUES.isdisjoint(row) else _widened(row), "", 0)
         self.count += 1
 
     def _add(self, row: Mapping[str, object], prefix: str, depth: int) -> None:
@@ -73,7 +106,9 @@ class Table:
             elif isinstance(value, Mapping):
                 self._nested(row, key, value, prefix, depth)
                 continue
-            else:  # a truth value, a list or null
+            elif isinstance(value, list) and len(value) == 1 and type(value[0]) in (float, int):
+                number = self._number(value[0])
+            else:  # a truth value, a longer list or null
                 continue
             if number is not None:
                 self.put(f"{prefix}{key}" if prefix else key, self.count, number)
@@ -104,6 +139,14 @@ class Table:
         column.positions.append(row)
         column.values.append(value)
 
+    def append(self, other: Table) -> None:
+        """Append the rows of another table."""
+        for key, column in other.columns.items():
+            for row, value in zip(column.positions, column.values, strict=True):
+                self.put(key, self.count + row, value)
+        self.count += other.count
+        self.left_out += other.left_out
+
     def complete(self, key: str, text: str) -> None:
         """Add a number in text to the last row, unless it has the key."""
         column, row = self.columns.get(key), self.count - 1
@@ -129,9 +172,8 @@ class Table:
             self.runs.append(text)
         if len(text) > 40:
             return None
-        try:
-            number = float(text)
-        except ValueError:
+        number = number_of(text)
+        if number is None:
             # ms-swift's "global_step/max_steps": "240/960"
             match = _FRACTION.fullmatch(text) if "step" in lower else None
             return float(match[1]) if match else None

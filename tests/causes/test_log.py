@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.causes.log import causes_of_log, components
+from sharpscope.causes.log import causes_of_log
 
 STEPS = 20
 INDEX = pd.RangeIndex(1, STEPS + 1, name="step")
@@ -82,17 +81,3 @@ def test_the_sentence_has_the_numbers():
     assert "-0.3 for each nat" in cause.sentence and "grows to 2" in cause.sentence
     (cause,) = causes_of_log(CASES["reward_not_finite"])
     assert cause.step == 7 and "-inf" in cause.sentence
-
-
-def test_components_are_read_from_the_trainers_own_file(tmp_path):
-    rows = [
-        {"step": s, "rewards/a/mean": s / 10, "rewards/a/std": 0.1, "loss": 0.0} for s in (1, 2)
-    ]
-    (tmp_path / "trainer_state.json").write_text(
-        json.dumps({"log_history": [*rows, {"train_loss": 1}]})
-    )
-    found = components(tmp_path)
-    assert found["rewards/a"].to_dict() == {1: 0.1, 2: 0.2} and list(found) == ["rewards/a"]
-    assert components(tmp_path / "missing.json").empty
-    (tmp_path / "log.jsonl").write_text("not json\n")
-    assert components(tmp_path / "log.jsonl").empty

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from sharpscope.analysis.text import csv_text
-from sharpscope.causes.log import components
 from sharpscope.cli import main
 from sharpscope.cli.console import print_json
 from sharpscope.config import build_config
+from sharpscope.diagnose import read_log
 from sharpscope.errors import UserError
 from sharpscope.recording.saved_optimizer import load_adamw
 from sharpscope.sweeps import run_name
@@ -243,16 +243,15 @@ def test_a_saved_optimizer_runs_no_code_and_has_one_reason(tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"log_history": 7}', '{"log_history": [1]}', "[]", "\xff", None]
+    "content", ["[" * 100_000, '{"log_history": 7}', '{"log_history": [1]}', "[]", "\xff"]
 )
-def test_the_log_of_a_trainer_has_components_or_none(tmp_path, content):
+def test_the_log_of_a_trainer_has_components_or_one_reason(tmp_path, content):
     file = tmp_path / "trainer_state.json"
-    if content is None:
-        os.mkfifo(file)
-    else:
-        file.write_text(content, encoding="latin-1")
-    assert components(tmp_path).empty
-    row = {"step": 1, "rewards/\u2028/mean": 0.5}
+    file.write_text(content, encoding="latin-1")
+    with pytest.raises(UserError) as refused:
+        read_log(tmp_path)
+    assert "\n" not in str(refused.value)
+    row = {"step": 1, "reward": 0.5, "rewards/\u2028/mean": 0.5}
     (tmp_path / "log.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8")
-    found = components(tmp_path / "log.jsonl")
+    found = read_log(tmp_path / "log.jsonl").components
     assert found.to_dict("list") == {"rewards/\u2028": [0.5]} and list(found.index) == [1]
