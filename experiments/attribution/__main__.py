@@ -15,6 +15,11 @@ from experiments.attribution.measure import RATES, SETTINGS, Sizes, runner
 from experiments.attribution.table import report
 
 HERE = Path(__file__).parent
+SIZES = {
+    "full": Sizes(),
+    "quick": Sizes(tokens=8, prompts=8, completions=8, single=5, samples=4, probes=12),
+    "small": Sizes(tokens=8, prompts=8, completions=8, single=0, samples=2, probes=12),
+}
 FIRST = 2  # the first step of AdamW is the gradient's sign
 
 
@@ -27,13 +32,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="measured steps of a run")
     parser.add_argument("--every", type=int, default=1, help="measure every so many steps")
     parser.add_argument("--prompts", type=int, default=24, help="prompts a step")
-    parser.add_argument("--quick", action="store_true", help="fewer sets")
+    parser.add_argument("--sizes", choices=[*SIZES], default="full", help="how many sets")
     parser.add_argument("--table", action="store_true", help="only write the table")
     given = parser.parse_args()
     torch.set_num_threads(1)
     path = HERE / f"{given.task}.jsonl"
-    quick = Sizes(tokens=8, prompts=8, completions=8, single=5, samples=4, probes=12)
-    sizes = quick if given.quick else Sizes()
+    sizes = SIZES[given.sizes]
     for seed in range(given.seeds if not given.table else 0):
         for setting in given.settings.split(","):
             one(path, given.task, setting, seed, sizes, given)

@@ -188,11 +188,7 @@ class Runner:
         prepared = [outcomes[name] for name in scored]
         began = time.perf_counter()
         after = dict(zip(scored, one.outcome_gradients(prepared), strict=True))
-        gradients_done = time.perf_counter()
-        pulled = {name: one.step.pull(after[name][1]) for name in scored}
-        effects = {name: one.along(u) for name, u in pulled.items()}
-        along_done = time.perf_counter()
-        before = dict(zip(scored, one.outcome_gradients(prepared, after=False), strict=True))
+        gradients_done, along = time.perf_counter(), 0.0
         names = list(one.structure.named)
         last = max(int(n.split(".layers.")[1].split(".")[0]) for n in names if ".layers." in n)
         parts = {
@@ -202,18 +198,25 @@ class Runner:
         }
         scores: dict[str, dict[str, Tensor]] = {}
         for name in scored:
-            table = scores[name] = {"effect": effects[name]}
+            _, q = after.pop(name)  # as long as the model: one at a time
+            pulled = one.step.pull(q)
+            started = time.perf_counter()
+            table = scores[name] = {"effect": one.along(pulled)}
+            along += time.perf_counter() - started
             if name == "sharpness, no turn":
                 continue
-            if name != "kl":  # 0 at the weights before the update
-                table["q before"] = one.along(one.step.pull(before[name][1]))
-            table["SGD"] = one.along([-q for q in after[name][1]])
+            table["SGD"] = one.along([-part for part in q])
             for label, words in parts.items():
                 direction = [
                     u if any(word in n for word in words) else torch.zeros_like(u)
-                    for n, u in zip(names, pulled[name], strict=True)
+                    for n, u in zip(names, pulled, strict=True)
                 ]
                 table[label] = one.along(direction)
+        before = dict(zip(scored, one.outcome_gradients(prepared, after=False), strict=True))
+        for name in scored:
+            _, q = before.pop(name)
+            if name not in ("kl", "sharpness, no turn"):  # KL is 0 at the weights before the update
+                scores[name]["q before"] = one.along(one.step.pull(q))
         square = inner(one.gradient, one.gradient)
         step = [-d for d in one.step.steps()]
         stats = self.start.scorer.statistics(part)
@@ -236,7 +239,7 @@ class Runner:
         count = len(scored)
         seconds = {
             "outcome gradients": (gradients_done - began) / count,
-            "derivatives": (along_done - gradients_done) / count,
+            "derivatives": along / count,
         }
         return scores, {name: round(value, 3) for name, value in seconds.items()}
 
@@ -371,15 +374,15 @@ def drawn_rows(drawn: Drawn) -> dict[str, Tensor]:
 
 SETTINGS = {"plain": (None, 1), "clipped": (0.1, 1), "two updates": (None, 2)}
 """Limit of the gradient's norm, updates a step."""
-RATES = {"math": 5e-4, "knights_knaves": 1e-4}
+RATES = {"math": 5e-4, "knights_knaves": 1e-4, "sums": 1e-5}
+POLICIES = {"sums": ("smollm2", "experiments.smollm2.sums:sums")}
+"""Folder of the model and factory of the task, where the policy is not embedded; see experiments/smollm2."""
 
 
 def runner(task: str, setting: str, seed: int, sizes: Sizes, prompts: int, steps: int) -> Runner:
-    """A run of a task's embedded policy."""
+    """A run of a task's embedded policy, or of SmolLM2 on sums of two numbers."""
     limit, updates = SETTINGS[setting]
-    given = {
-        "policy.model": f"embedded:{task}",
-        "task": {"kind": task},
+    given: dict[str, object] = {
         "seed": seed,
         "steps": steps,
         "optimizer.lr": RATES[task],
@@ -388,4 +391,11 @@ def runner(task: str, setting: str, seed: int, sizes: Sizes, prompts: int, steps
         "rollout.prompts_per_step": prompts,
         "probes.prompts": sizes.probes,
     }
+    if task in POLICIES:
+        model, factory = POLICIES[task]
+        given |= {"policy.model": model, "policy.prompt_format": "plain"}
+        given |= {"task": {"kind": "custom", "factory": factory}}
+        given |= {"rollout.max_new_tokens": 6, "probes.heldout_prompts": sizes.probes}
+    else:
+        given |= {"policy.model": f"embedded:{task}", "task": {"kind": task}}
     return Runner(build_config(None, ["method=grpo"], given), sizes, limit)

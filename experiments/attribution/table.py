@@ -10,6 +10,7 @@ import pandas as pd
 from scipy.stats import spearmanr
 
 import sharpscope
+from experiments.attribution.measure import POLICIES
 
 KINDS = ("tokens", "prompts", "completions", "single tokens")
 OUTCOMES = ("kl", "entropy", "heldout", "sharpness", "gradient_norm", "failure")
@@ -36,7 +37,8 @@ INTRODUCTION = """# Which score of tokens predicts what an update does without t
 measured update, sets of tokens are left out, the update is made again, and the change of each outcome is compared with −Σ score over the
 set: rank correlation (Spearman) within the update, mean over the updates ± half of a 95 % interval over them. AdamW's first step is left
 out. Sets: random tenths of the tokens, single prompts, random tenths of the completions, single tokens; fewer of them, and fewer prompts,
-in Knights and Knaves, in two updates a step and in whatever was measured with `--quick`. SmolLM2 was not measured here.
+in Knights and Knaves, in two updates a step and in whatever was measured with `--sizes quick` or `small`. `sums` is SmolLM2-135M-Instruct on sums of
+two numbers (`experiments/smollm2`), with `--sizes small` and without single tokens.
 """
 INDEPENDENT = """
 On completions that neither the score nor the update has seen (of the same prompts), with the agreement of two such measurements:
@@ -80,7 +82,8 @@ def removal(rows: list[dict]) -> dict:
 
 def report(here: Path, tasks: list[str]) -> None:
     """Write RESULTS.md, and what lists of effects say about their prediction."""
-    of_policy = {f"embedded:{task}": removal(measured(here, task)) for task in tasks}
+    names = {task: POLICIES[task][0] if task in POLICIES else f"embedded:{task}" for task in tasks}
+    of_policy = {names[task]: removal(measured(here, task)) for task in tasks}
     REMOVAL.write_text(json.dumps(of_policy, indent=1) + "\n", encoding="utf-8")
     parts = [INTRODUCTION]
     for task in tasks:

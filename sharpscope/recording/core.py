@@ -141,6 +141,7 @@ class Recorder(Guard):
         check_language_model(model)
         self.model, self.task, self.correct = model, task, correct
         self.max_grad_norm, self.rotate, self.temperature = max_grad_norm, rotate, temperature
+        self._seen_limit: float | None = None
         self._lr, self._seed, self._every = lr, seed, critical
         self._options = dict(recording or {})
         with guarded(model), original_forward(model):
@@ -472,7 +473,7 @@ class Recorder(Guard):
             step.norm, step.layers = math.nan, {}
             text = "no parameter has a gradient in .grad (DeepSpeed keeps it elsewhere): no norm, no shares"
             self.warn_once("no_gradient", "info", text)
-        step.clip_factor = clip_factor(step.norm, self.max_grad_norm)
+        step.clip_factor = clip_factor(step.norm, self._limit)
         joined, tokens, update = step.pending_update(self._clips)
         observer = StepObserver(self.observers, self.step_number, joined.rollouts, self.recent)
         self._observed.append(observer)
@@ -548,8 +549,26 @@ class Recorder(Guard):
     @property
     def _clips(self) -> tuple[Clip, ...]:
         """How the gradient will be clipped, as far as it is known."""
-        limit = self.max_grad_norm
+        limit = self._limit
         return () if limit is None or math.isinf(limit) else (Clip(limit=limit),)
+
+    @property
+    def _limit(self) -> float | None:
+        """What the gradient's norm is clipped to: as the trainer says, or as the updates of a loop have shown."""
+        return self._seen_limit if self.max_grad_norm is None else self.max_grad_norm
+
+    def _see_clipping(self, step: StepCapture) -> None:
+        """Remember how a loop clips; effects that were measured on another assumption are left out."""
+        factor = step.unscaled(gradient_norm(self.parameters) / step.norm)
+        step.clip_factor = factor if factor < 1 - 1e-6 else 1.0
+        assumed = clip_factor(step.norm, self._seen_limit)
+        if abs(step.clip_factor - assumed) < 1e-3 * assumed:
+            return
+        clips = step.clip_factor < 1.0
+        self._seen_limit = step.clip_factor * (step.norm + Clip.slack) if clips else None
+        if self._observed[-1].forget("effect_"):
+            text = "effects are left out of an update that the loop clips in another way than those before it"
+            self.warn_once("effects", "info", f"{text}; later updates have them")
 
     def before_update(self) -> None:
         """The optimizer is about to make its step, with the gradient clipped."""
@@ -561,13 +580,8 @@ class Recorder(Guard):
                 "optimizer.step() came without recorder.step(loss) between it and backward()"
             )
         started = time.perf_counter()
-        # the loop's clipping is not known
         if self.max_grad_norm is None and step.norm > 0 and math.isfinite(step.norm):
-            now = step.unscaled(gradient_norm(self.parameters) / step.norm)
-            step.clip_factor = now if now < 1 - 1e-6 else 1.0
-            if step.clip_factor < 1.0 and self._observed[-1].forget("effect_"):
-                text = "effects are left out where the loop clips; tell record its max_grad_norm"
-                self.warn_once("effects", "info", text)
+            self._see_clipping(step)
         due = not step.updates and self.observers.critical_due(self.step_number)
         if due and math.isfinite(step.norm) and len(self.optimizers) == 1:
             self.observe_update(self._observed[-1])
