@@ -2,7 +2,7 @@
 
 python -m experiments.methods_table --smollm2 smollm2    # runs what is missing in --data, then writes the page
 
-Without `--smollm2` the three embedded policies are measured; `python -m experiments.smollm2.get smollm2` gets the model.
+Without `--smollm2` the three embedded policies are measured; `python -m experiments.real_models.get smollm2` gets the model.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ NOT_RUN = {  # start of a line -> why no test runs it; a command of sharpscope i
     "pre-commit install": "installs",
     "pytest": "tests",
     "bash .ci/run": "the tests themselves",
-    "python -m experiments.smollm2.get": "downloads a model",
+    "python -m experiments.real_models.get": "downloads a model",
     "accelerate launch": "several processes: tests/test_distributed.py",
     "export SHARPSCOPE_VERL": "verl, which needs GPUs for its rollouts: tests/integrations/test_verl.py",
     "python -m verl.trainer.main_ppo": "verl",

@@ -26,7 +26,7 @@ from experiments.zoo.causes import padded
 from experiments.zoo.registry import control
 
 SMOLLM2 = Path("smollm2")
-"""Where `python -m experiments.smollm2.get` puts the model."""
+"""Where `python -m experiments.real_models.get` puts the model."""
 
 
 def lora() -> Any:

@@ -1,0 +1,1 @@
+"""Real language models that a Python package index holds."""
