@@ -151,6 +151,7 @@ def d3() -> Iterator[str]:
             yield f"| {optimizer}, `{name}` | {rows['spread'].mean():.2f} | {rows['angle'].mean():.1f}° | {pair[0]} | {pair[1]} | {rank:.2f} | {(x * y).sum() / (x * x).sum():.2f} |"
         yield ""
         yield from removable(bins[bins["task"] == task], level, key)
+        yield from decomposed(bins[bins["task"] == task], level, key)
         yield from by_rate(primary, adamw)
 
 
@@ -191,6 +192,38 @@ def removable(bins: pd.DataFrame, level: pd.DataFrame, key: list[str]) -> Iterat
             pieces.append(half.assign(change=DOSE * weight * half["effect"]))
         change = pd.concat(pieces).groupby(["rate", "seed", "step"])["change"].sum().reset_index()
         yield line(f"{optimizer}, {side}", by_seed(change, "change"), "")
+
+
+def decomposed(bins: pd.DataFrame, level: pd.DataFrame, key: list[str]) -> Iterator[str]:
+    """How much of H1's slope is that wrong completions hold the unlikely tokens; not declared.
+
+    x is the class of π with mean 0 and standard deviation 1 over the mass m. *Between* has the mean of x over the completions of a side in
+    place of x, *within* has the rest: Σ x·E = Σ_side x̄_side·E_side + Σ (x − x̄_side)·E.
+    """
+    rows = bins[(bins["outcome"] == "sharpness") & (bins["side"] != "all")].copy()
+    rows["effect"] /= level["sharpness after"].loc[pd.MultiIndex.from_frame(rows[key])].to_numpy()
+    rows["x"] = -rows["bin"].astype(float)
+
+    def mean(x: str, by: list[str]) -> pd.Series:
+        weighted = (rows[x] * rows["mass"]).groupby([rows[k] for k in by]).transform("sum")
+        return weighted / rows.groupby(by)["mass"].transform("sum")
+
+    rows["x"] -= mean("x", key)
+    rows["square"] = rows["x"] ** 2
+    rows["x"] /= np.sqrt(mean("square", key))
+    rows["between"] = mean("x", [*key, "side"]).fillna(0.0)
+    rows["within"] = rows["x"] - rows["between"]
+    for name in ("x", "between", "within"):
+        rows[name] *= 100 * DOSE * rows["effect"]
+    yield "\nH1's slope by classes of π, in parts between and within right and wrong completions (not declared):\n"
+    yield "| optimizer, part | % of the sharpness after a step | | seeds |\n|---|---|---|---|"
+    parts = [("all of it", "x", ("right", "wrong")), ("between", "between", ("right", "wrong"))]
+    parts += [(f"within {side}", "within", (side,)) for side in ("right", "wrong")]
+    for optimizer, some in rows.groupby("optimizer"):
+        for label, column, sides in parts:
+            chosen = some[some["side"].isin(sides)]
+            change = chosen.groupby(["rate", "seed", "step"])[column].sum().reset_index()
+            yield line(f"{optimizer}, {label}", by_seed(change, column), "")
 
 
 def by_rate(primary: pd.DataFrame, adamw: pd.DataFrame) -> Iterator[str]:
