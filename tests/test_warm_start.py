@@ -14,10 +14,10 @@ from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy
 from sharpscope.tasks import KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task
 from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl, truth
-from sharpscope.warm_start import demonstrations as room
-from sharpscope.warm_start import pretraining, warm_start
-from sharpscope.warm_start.__main__ import main
-from sharpscope.warm_start.pretraining import (
+from experiments.warm_start import demonstrations as room
+from experiments.warm_start import pretraining, warm_start
+from experiments.warm_start.__main__ import main
+from experiments.warm_start.pretraining import (
     MOMENTUM,
     accumulate,
     muon_step,

@@ -73,7 +73,7 @@ REPLACED = {
     "shapings": "sharpscope rotate --plot",
     "tasks": "sharpscope config tasks",
     "schema": "sharpscope config columns",
-    "warm-start": "python -m sharpscope.warm_start",
+    "warm-start": "python -m experiments.warm_start, in a clone of the repository",
 }
 """Command of version 0.2 -> what replaced it."""
 

@@ -102,7 +102,7 @@ def tiny_policy(folder: Path, layers: int = 1, width: int = 16, feed_forward: in
     from transformers import Qwen2Config
     from transformers.utils.logging import disable_progress_bar
 
-    from sharpscope.warm_start.pretraining import new_model
+    from experiments.warm_start.pretraining import new_model
 
     disable_progress_bar()
     splits, _ = vowels()

@@ -11,7 +11,7 @@ import torch
 
 from sharpscope.config.run import EMBEDDED_NAMES
 from sharpscope.errors import UserError
-from sharpscope.warm_start import warm_start
+from experiments.warm_start import warm_start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
         UserError: the folder is not empty.
     """
-    parser = argparse.ArgumentParser("python -m sharpscope.warm_start", description=__doc__)
+    parser = argparse.ArgumentParser("python -m experiments.warm_start", description=__doc__)
     parser.add_argument(
         "policy", nargs="?", default="knights_knaves", choices=sorted(EMBEDDED_NAMES)
     )

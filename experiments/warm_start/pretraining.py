@@ -34,7 +34,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy
-from sharpscope.warm_start.demonstrations import Demonstration, demonstrations
+from experiments.warm_start.demonstrations import Demonstration, demonstrations
 
 SUMMARY = "warm_start.json"
 
