@@ -24,7 +24,7 @@ from sharpscope.cli import app
 from sharpscope.config import ForkSpec, RunConfig
 from sharpscope.methods import constants, describe, method_names
 from sharpscope.settings import settings_of
-from sharpscope.traces import schema_markdown
+from sharpscope.traces import SCHEMA_VERSION, TABLES
 
 ROOT = Path(__file__).parents[1]
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/commands.md": _commands(),
         "reference/configuration.md": _configuration(),
         "reference/methods.md": _methods(),
-        "reference/trace.md": schema_markdown(),
+        "reference/trace.md": _schema(),
     }
     pages["gallery.md"] = _gallery(files, config)
     for path, text in pages.items():
@@ -239,4 +239,28 @@ def _methods() -> str:
             "choices of this project": note.choices,
         }
         lines += [f"- *{title}*: {text}" for title, text in rows.items() if text]
+    return "\n".join(lines) + "\n"
+
+
+def _schema() -> str:
+    """The trace schema as Markdown."""
+    lines = [
+        f"# Trace schema, version {SCHEMA_VERSION}",
+        "",
+        "`runs/<name>/traces/<table>/part-*.parquet`. 'or null': the value may be missing. 'with a probe': null",
+        "unless a probe or an option records it. Columns in seconds differ between two runs of one config.",
+    ]
+    for table in TABLES.values():
+        lines += [
+            "",
+            f"## {table.name}",
+            "",
+            f"A row is {table.row}, identified by {', '.join(table.key)}.",
+            "",
+        ]
+        lines += ["| column | type | unit | recorded | definition |", "|---|---|---|---|---|"]
+        for column in table.columns:
+            when = "with a probe" if column.probe else "or null" if column.nullable else ""
+            cells = (column.name, column.type, column.unit, when, column.definition)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

@@ -30,6 +30,5 @@ from sharpscope.traces.schema import (
     MAX_SATURATION,
     SCHEMA_VERSION,
     TABLES,
-    schema_markdown,
     timing_columns,
 )

@@ -114,27 +114,3 @@ def arrow_schema(table: str) -> pa.Schema:
 def timing_columns(table: str) -> list[str]:
     """Columns that differ between two runs of one config on one machine."""
     return [column.name for column in TABLES[table].columns if column.timing]
-
-
-def schema_markdown(tables: list[str] | None = None) -> str:
-    """The schema of some tables, or of all, as Markdown."""
-    lines = [
-        f"# Trace schema, version {SCHEMA_VERSION}",
-        "",
-        "`runs/<name>/traces/<table>/part-*.parquet`. 'or null': the value may be missing. 'with a probe': null",
-        "unless a probe or an option records it. Columns in seconds differ between two runs of one config.",
-    ]
-    for table in (TABLES[name] for name in tables or TABLES):
-        lines += [
-            "",
-            f"## {table.name}",
-            "",
-            f"A row is {table.row}, identified by {', '.join(table.key)}.",
-            "",
-        ]
-        lines += ["| column | type | unit | recorded | definition |", "|---|---|---|---|---|"]
-        for column in table.columns:
-            when = "with a probe" if column.probe else "or null" if column.nullable else ""
-            cells = (column.name, column.type, column.unit, when, column.definition)
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
