@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
+from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.measures import (
     ROUNDED,
     STEPS,
@@ -31,8 +31,11 @@ COLORS = (
 """Palette `colorblind` of seaborn, of every chart and figure."""
 POINTS = 1500
 """Points of a curve, at most; of longer runs each point is a mean over several steps."""
+TURNS = ("gradient_rotation", "update_rotation")
 MARKED = 12
 """Spikes that a chart marks, at most."""
+NAMED = {quantity.name: quantity for quantity in STEPS.values()}
+"""Quantities by step by their names."""
 
 
 @per_run
@@ -43,49 +46,39 @@ def run_values(run: Run) -> pd.DataFrame:
     """
     steps = run.steps.sort_values("step")
     steps = steps.assign(mismatch=steps["step"].map(mismatch_by_step(run)))
-    columns = {name: STEPS[name].factor * known(steps[name]) for name in STEPS if name in steps}
-    rounding = {"mismatch": not (columns["mismatch"] > ROUNDED).any()}
-    rounding |= dict.fromkeys(("gradient_rotation", "update_rotation"), not rotates(run))
-    drawn = [name for name in columns if not rounding.get(name)]
-    by_step = pd.DataFrame(
-        {
-            "step": np.tile(steps["step"].to_numpy(), len(drawn)),
-            "quantity": np.repeat([STEPS[name].name for name in drawn], len(steps)),
-            "value": np.concatenate([columns[name] for name in drawn]),
-        }
-    )
-    evaluated, sharp = (
-        accuracy_values(run),
-        sharpness_rows(run).drop_duplicates(["measure", "step"]),
-    )
+    parts = []
+    for name in (name for name in STEPS if name in steps):
+        values = STEPS[name].factor * known(steps[name])
+        rounding = name in TURNS and not rotates(run)
+        if name == "mismatch":
+            rounding = not (values > ROUNDED).any()
+        if not rounding:
+            columns = {"step": steps["step"], "quantity": STEPS[name].name, "value": values}
+            parts.append(pd.DataFrame(columns))
+    evaluated = accuracy_values(run)
     how = evaluated["temperature"].map(sampling)
     names = evaluated["split"].str.replace("heldout", "held-out") + " accuracy, " + how + " [%]"
     shares = 100 * evaluated[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
-    ends = {
+    parts.insert(1, shares.assign(step=evaluated["step"], quantity=names))  # after the reward
+    sharp = sharpness_rows(run).drop_duplicates(["measure", "step"])
+    columns = {
+        "step": sharp["step"],
+        "quantity": sharp["measure"],
+        "value": sharp["value"],
         "low": sharp["value"] - sharp["half"],
         "high": sharp["value"] + sharp["half"],
-        "quantity": sharp["measure"],
+        "saturated": known(sharp["saturation"]) > MAX_SATURATION,
     }
-    sharp = sharp[["step", "value"]].assign(
-        **ends, saturated=known(sharp["saturation"]) > MAX_SATURATION
-    )
-    parts = [
-        by_step[: len(steps)],  # the reward
-        shares.assign(step=evaluated["step"], quantity=names),
-        by_step[len(steps) :],
-        sharp,
-    ]
-    blank = pd.DataFrame(columns=["step", "quantity", "value", "low", "high", "saturated"])
-    return pd.concat([blank, *(part for part in parts if len(part))], ignore_index=True)
+    parts.append(pd.DataFrame(columns))
+    return stacked(parts, ["step", "quantity", "value", "low", "high", "saturated"])
 
 
 def study_values(study: Study) -> pd.DataFrame:
     """setting, seed and `run_values` of every run of a study."""
     pieces = [run_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
     frame = pd.concat(pieces, ignore_index=True)
-    return frame.astype({"step": int, "value": float, "low": float, "high": float}).assign(
-        saturated=frame["saturated"].eq(True)
-    )
+    frame["saturated"] = frame["saturated"].eq(True)
+    return frame.astype({"step": int, "value": float, "low": float, "high": float})
 
 
 def varying(values: pd.DataFrame) -> pd.DataFrame:
@@ -93,13 +86,11 @@ def varying(values: pd.DataFrame) -> pd.DataFrame:
     frame = values.dropna(subset=["value"])
     grouped = frame.groupby("quantity")
     low, high = grouped["value"].transform("min"), grouped["value"].transform("max")
-    still = (high - low <= ROUNDED * high.abs()) & frame["quantity"].isin(
-        [one.name for one in STEPS.values()]
-    )
+    still = (high - low <= ROUNDED * high.abs()) & frame["quantity"].isin(NAMED)
     return frame[(grouped["step"].transform("nunique") > 1) & ~still]
 
 
-def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[str, Any]:
+def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[str, object]:
     """The charts of a study: `name`, `settings`, `charts`, `events`, and `still`, quantities that never vary.
 
     A chart has `title`, `log`, the steps `x`, and for each setting `y` (the mean over its seeds), `low` and `high` (95 %
@@ -109,7 +100,7 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     labels = [setting.label for setting in settings]
     part = study.only(labels)
     values = study_values(part)
-    drawn, recorded = varying(values), set(values.dropna(subset=["value"])["quantity"])
+    drawn = varying(values)
     order = sorted(labels, key=lambda label: (label != "grpo", label))  # of colors
     names = {id(run): name for name, run in runs.by_name.items()}
     described = [
@@ -120,45 +111,43 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
         }
         for setting in settings
     ]
+    still = set(values.dropna(subset=["value"])["quantity"]) - set(drawn["quantity"])
     return {
         "name": shown(study.name) if study.slug else "",
         "settings": described,
         "charts": [chart_of(rows, labels) for _, rows in drawn.groupby("quantity", sort=False)],
         "events": _events(part),
-        "still": [
-            one.name for one in STEPS.values() if one.name in recorded - set(drawn["quantity"])
-        ],
+        "still": [name for name in NAMED if name in still],
     }
 
 
-def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, Any]:
+def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, object]:
     """One chart of the rows (setting, seed, step, value, …) of one quantity, see `study_charts`."""
     name = str(frame["quantity"].iloc[0])
     steps = np.sort(frame["step"].unique())
     at = np.arange(len(steps)) // -(-len(steps) // POINTS)
-    x, block = pd.Series(steps).groupby(at).mean(), dict(zip(steps, at, strict=True))
-    frame = frame.assign(at=frame["step"].map(block))
-    positive = frame["value"].dropna()
-    log = any(one.log for one in STEPS.values() if one.name == name)
-    log &= bool((positive > 0).all() and positive.max() > 5 * positive.min())
+    x = pd.Series(steps).groupby(at).mean()
+    frame = frame.assign(at=frame["step"].map(dict(zip(steps, at, strict=True))))
+    low, high = frame["value"].min(), frame["value"].max()
+    log = name in NAMED and NAMED[name].log and bool(low > 0 and high > 5 * low)
     series = [_series(frame[frame["setting"] == label], range(len(x))) for label in labels]
     return {"title": shown(name), "log": log, "x": _list(x), "series": series}
 
 
-def _series(part: pd.DataFrame, points: range) -> dict[str, list[Any]]:
+def _series(part: pd.DataFrame, points: range) -> dict[str, Sequence[object]]:
     """`y`, `low`, `high`, `seeds` and `hollow` of one setting's rows, by `at`."""
     table = part.pivot_table(index="at", columns="seed", values="value").reindex(points)
     mean, count = table.mean(axis=1), table.count(axis=1)
-    made: dict[str, list[Any]] = {"y": _list(mean)}
+    made: dict[str, Sequence[object]] = {"y": _list(mean)}
     if table.shape[1] >= FEWEST:
         half = stdtrit(np.maximum(count - 1, 1), 0.975) * table.std(axis=1, ddof=1) / np.sqrt(count)
         made |= {"low": _list(mean - half), "high": _list(mean + half)}
     elif table.shape[1] > 1:
         made["seeds"] = [_list(table[seed]) for seed in table]
-    elif "low" in part and part["low"].notna().any():
+    elif part["low"].notna().any():
         ends = part.groupby("at")[["low", "high"]].mean().reindex(points)
-        made |= {"low": _list(ends["low"]), "high": _list(ends["high"])}
-    if "saturated" in part and part["saturated"].any():
+        made |= {name: _list(ends[name]) for name in ("low", "high")}
+    if part["saturated"].any():
         made["hollow"] = sorted(set(map(int, part.loc[part["saturated"], "at"])))
     return made
 
@@ -181,6 +170,6 @@ def _events(study: Study) -> list[tuple[int, str]]:
     return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]
 
 
-def _list(values: pd.Series) -> list[Any]:
+def _list(values: pd.Series) -> list[float | int | str | None]:
     """The values for JSON; None for what is not a finite number."""
     return [short(value, 5) for value in values.where(np.isfinite(values.astype(float)))]

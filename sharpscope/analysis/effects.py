@@ -183,6 +183,7 @@ def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
         return f"{found:.2g}" if math.isfinite(found) else "–"
 
     def table(by: pd.Series, name: str, most: int | None = None) -> pd.DataFrame:
+        """Sums over tokens with the same value of `by`; `most`: the rows with the largest ones."""
         groups = tokens.groupby(by, observed=True)["sum"]
         found = pd.DataFrame({"sum": groups.sum(), "tokens": groups.size()})
         if most is not None:

@@ -210,6 +210,7 @@ OUTCOMES = {
 }
 """Outcome -> its name in the table, in its order."""
 LAYERS = {"layer_gradient:": "Gradient norm by layer", "layer_update:": "Update norm by layer"}
+ERRORS = "± is the standard error of the change over the prompts, for these completions."
 LARGEST = 4
 """Groups of parameters that are shown, those whose gradient the leading tokens changed most."""
 UNKNOWN = "–"
@@ -226,87 +227,89 @@ def without_sections(run: Run, name: str) -> list[Section]:
     rows = run.forks[run.forks["fork"] == name]
     settings = run.info["forks"][name]
     arms = list(dict.fromkeys(rows["arm"]))
-    values, errors, valid = (
-        rows.pivot(index="outcome", columns="arm", values=column)
-        .reindex(columns=arms)
-        .astype(float)
-        for column in ("value", "std_error", "valid")
-    )
-    values.insert(
-        0, "before", rows.drop_duplicates("outcome").set_index("outcome")["start"].astype(float)
-    )
-
-    def cell(outcome: str, arm: str) -> str:
-        """A value with its standard error; `saturated` where it measures its ceiling."""
-        value = values.at[outcome, arm]
-        share = outcome.startswith(("accuracy", "saturation"))
-        text = percent(value, 1) if share else number(value)
-        if arm in errors and pd.notna(value) and pd.notna(error := errors.at[outcome, arm]):  # type: ignore[arg-type]
-            text += f" ± {100 * error:.1f}"  # type: ignore[operator, str-bytes-safe]
-        return text + " (saturated)" * (
-            outcome == "sam_sharpness" and arm in valid and not valid.at[outcome, arm]
-        )
-
-    shown = [outcome for outcome in OUTCOMES if outcome in values.index]
-    table = pd.DataFrame({"outcome": [OUTCOMES[outcome] for outcome in shown]})
-    for arm in values:
-        table[arm] = [cell(outcome, arm) for outcome in shown]  # type: ignore[arg-type]
-    note = "± is the standard error of the change over the prompts, for these completions."
+    values = _by_arm(rows, arms, "value")
     step, to = int(settings["step"]), settings["to"]
-    where = f"step {step}" if to is None or to == step else f"steps {step} to {to}"
+    one_step = to is None or to == step
+    where = f"step {step}" if one_step else f"steps {step} to {to}"
     predictions = predictions_table(pd.DataFrame(settings["predictions"]))
-    note_on_effects = PREDICTED
-    if settings["by"] == "effect" and where == f"step {step}":
-        on = settings["on"]
+    on, by_effect = settings["on"], settings["by"] == "effect"
+    note = PREDICTED
+    if by_effect and one_step:
         # its `heldout` is the expected failure
         predicts = removal_text(run, "failure" if on == "heldout" else on)
-        note_on_effects = f"{PREDICTED} Effects on {on}. {predicts}"
+        note += f" Effects on {on}. {predicts}"
     said = prediction_sentences(predictions)
     if len(arms) == 3 and arms[2].endswith(" others"):
         said.append(tokens_verdict(values, arms, int(settings["sets"][0].partition(":")[2])))
+    title = f"{run.name}, {where}: with all tokens, and without {', '.join(settings['sets'])}"
     parts = [
-        Section(
-            f"{run.name}, {where}: with all tokens, and without {', '.join(settings['sets'])}",
-            " ".join(said),
-        ),
-        Section("Predicted and measured", predictions, note_on_effects),
-        Section("", table, note),
+        Section(title, " ".join(said)),
+        Section("Predicted and measured", predictions, note),
+        Section("", outcome_table(rows, arms), ERRORS),
+        *layer_changes(values),
     ]
+    if settings["tokens"]:
+        tokens = pd.DataFrame(settings["tokens"])
+        ranking = f"effect on {on}" if by_effect else "share of ‖∇L‖²"
+        parts.append(Section("The leading tokens", leading_tokens(run, step, tokens, ranking)))
+    return parts
+
+
+def _by_arm(rows: pd.DataFrame, arms: list[str], column: str) -> pd.DataFrame:
+    """A column of the table `forks` by outcome and arm."""
+    table = rows.pivot(index="outcome", columns="arm", values=column)
+    return table.reindex(columns=arms).astype(float)
+
+
+def outcome_table(rows: pd.DataFrame, arms: list[str]) -> pd.DataFrame:
+    """Each outcome before the step and after that of each arm, with its standard error; `saturated` where it measures its ceiling."""
+    starts = rows.drop_duplicates("outcome").set_index("outcome")["start"].astype(float)
+    shown = [outcome for outcome in OUTCOMES if outcome in starts.index]
+    table = pd.DataFrame({"outcome": [OUTCOMES[outcome] for outcome in shown]})
+    table["before"] = [_outcome_text(outcome, starts[outcome]) for outcome in shown]
+    values, errors, valid = (_by_arm(rows, arms, c) for c in ("value", "std_error", "valid"))
+    for arm in arms:
+        cells = []
+        for outcome in shown:
+            text = _outcome_text(outcome, values[arm][outcome], errors[arm][outcome])
+            saturated = outcome == "sam_sharpness" and not valid[arm][outcome]
+            cells.append(f"{text} (saturated)" if saturated else text)
+        table[arm] = cells
+    return table
+
+
+def _outcome_text(outcome: str, value: float, error: float = math.nan) -> str:
+    """A value, in percent if it is a share, with its standard error [percent] if that is known."""
+    share = outcome.startswith(("accuracy", "saturation"))
+    text = percent(value, 1) if share else number(value)
+    return text if math.isnan(error) or math.isnan(value) else f"{text} ± {100 * error:.1f}"
+
+
+def layer_changes(values: pd.DataFrame) -> list[Section]:
+    """Norms by layer, of the groups of parameters whose norm the first set of tokens changed most."""
+    sections = []
     for prefix, title in LAYERS.items():
-        part = values.loc[values.index.str.startswith(prefix), arms]
-        part = part.set_axis(part.index.str.removeprefix(prefix))
+        part = values[values.index.str.startswith(prefix)]
+        part = part.set_axis(part.index.str.removeprefix(prefix).rename("parameters"))
+        changes = (part.iloc[:, 0] - part.iloc[:, 1]).abs()
+        order = changes.sort_values(ascending=False, kind="stable").index[:LARGEST]
         if len(part):
-            order = (
-                (part[arms[0]] - part[arms[1]])
-                .abs()
-                .sort_values(ascending=False, kind="stable")
-                .index[:LARGEST]
-            )
-            parts.append(
-                Section(title, part.loc[order].map(number).reset_index(names="parameters"))
-            )
-    known = run.tokens(
-        steps=[step], columns=["rollout", "position", "loss_coef", "advantage", "logp"]
-    )
-    if not settings["tokens"]:
-        return parts
-    tokens = pd.DataFrame(settings["tokens"]).merge(known, on=["rollout", "position"], how="left")
-    share = settings["by"] == "share"
-    cells = (
-        tokens[["rollout", "position"]]
-        .astype(str)
-        .assign(
-            **{
-                "share of ‖∇L‖²" if share else f"effect on {settings['on']}": [
-                    percent(s, 1, sign=True) if share else number(s) for s in tokens["score"]
-                ]
-            }
-        )
-    )
-    if len(known) and tokens["logp"].notna().all():  # their text is in the trace
-        cells["token"] = sentences(run, step, tokens)  # type: ignore[assignment]
+            sections.append(Section(title, part.loc[order].map(number).reset_index()))
+    return sections
+
+
+def leading_tokens(run: Run, step: int, tokens: pd.DataFrame, ranking: str) -> pd.DataFrame:
+    """The tokens (rollout, position, score) with their score, and in their sentences where the trace has their text."""
+    columns = ["rollout", "position", "loss_coef", "advantage", "logp"]
+    known = run.tokens(steps=[step], columns=columns)
+    tokens = tokens.merge(known, on=columns[:2], how="left")
+    cells = tokens[columns[:2]].astype(str)
+    share = ranking.startswith("share")
+    cells[ranking] = [percent(x, 1, sign=True) if share else number(x) for x in tokens["score"]]
+    if len(known) and tokens["logp"].notna().all():
+        cells["token"] = pd.Series(list(sentences(run, step, tokens)), dtype=object)
         cells["π"] = np.exp(tokens["logp"]).map(number)
-    return [*parts, Section("The leading tokens", cells)]
+    return cells
 
 
 def prediction_sentences(predictions: pd.DataFrame) -> list[str]:

@@ -12,9 +12,8 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.measures import accuracy_values
-from sharpscope.analysis.sections import Marked, Section
+from sharpscope.analysis.sections import Marked, Section, records_of
 from sharpscope.analysis.spikes import (
-    SPIKE_Z,
     SURE,
     Spike,
     concentration,
@@ -43,6 +42,7 @@ AROUND = 7
 """Tokens on either side of a token in its sentence."""
 WIDTH = 60
 """Characters on either side of it, and of the token."""
+_PLACE = ["rollout", "position", "loss_coef", "advantage"]
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,7 @@ def largest_update(run: Run) -> Spike | None:
     Not that with the largest z, which also says how alike the steps before were. Without such a spike, the largest gradient with shares.
     """
     found = [spike for spike in notable_steps(run) if spike.tokens is not None]
-    return max(
-        found, key=lambda spike: spike.times if spike.z >= SPIKE_Z else -math.inf, default=None
-    )
+    return max(found, key=lambda spike: spike.rank, default=None)
 
 
 def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
@@ -101,30 +99,28 @@ def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
 def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
     """Each of the `chosen` tokens (rollout, position, loss_coef, advantage) in its sentence; ids without a readable tokenizer."""
     maker = piece_maker(run)
-    everything = run.tokens(steps=[step], columns=["rollout", "position", "token_id"]).sort_values(
-        "position"
-    )
-    texts: dict[int, tuple[list[int], list[str]]] = {}
-    for rollout, rows in everything[everything["rollout"].isin(chosen["rollout"])].groupby(
-        "rollout"
-    ):
+    tokens = run.tokens(steps=[step], columns=["rollout", "position", "token_id"])
+    tokens = tokens[tokens["rollout"].isin(chosen["rollout"])].sort_values("position")
+    words: dict[int, pd.Series] = {}
+    for rollout, rows in tokens.groupby("rollout"):
         ids = list(map(int, rows["token_id"]))
-        texts[int(str(rollout))] = (
-            list(rows["position"]),
-            [f"⟨{i}⟩" for i in ids] if maker is None else maker(ids),
-        )
+        texts = [f"⟨{one}⟩" for one in ids] if maker is None else maker(ids)
+        words[int(str(rollout))] = pd.Series(texts, rows["position"])
     result = []
     for row in chosen.to_dict("records"):
-        place = (run.name, step, int(row["rollout"]), int(row["position"]))
-        positions, words = texts[place[2]]
-        at = positions.index(place[3])
-        before, after = (
-            "".join(words[max(0, at - AROUND) : at]),
-            "".join(words[at + 1 : at + 1 + AROUND]),
+        rollout, position = int(row["rollout"]), int(row["position"])
+        texts, at = words[rollout], words[rollout].index.get_loc(position)
+        marked = Marked(
+            before="".join(texts.iloc[max(0, at - AROUND) : at])[-WIDTH:],
+            token=texts.iloc[at][:WIDTH],
+            after="".join(texts.iloc[at + 1 : at + 1 + AROUND])[:WIDTH],
+            direction=_direction(row),
+            run=run.name,
+            step=step,
+            rollout=rollout,
+            position=position,
         )
-        result.append(
-            Marked(before[-WIDTH:], words[at][:WIDTH], after[:WIDTH], _direction(row), *place)
-        )
+        result.append(marked)
     return result
 
 
@@ -152,28 +148,24 @@ def concentration_text(run: Run, step: int) -> str:
 def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
     """For each run that has shares the `top` tokens of its most informative step, how few carry its gradient, and the largest prompt."""
     result = []
+    title = "Which tokens the gradient is made of"
     for run in runs:
         # a sample of tokens lacks the largest ones
         spike = None if run.reduced is not None else largest_update(run)
-        if spike is not None:
-            first = step_sections(run, spike, top)[0]
-            note = f"{concentration_text(run, spike.step)} {first.note}"
-            if said := momentum_text(run, spike.step):
-                note += f" {said}"
-            if spike.prompts is not None:
-                text = told_apart([str(text) for text in spike.prompts["prompt"]], 90)[0]
-                note += f" Largest prompt: {percent(spike.prompts['share'].iloc[0], sign=True)}, “{visible(text)}”"
-            title = f"Which tokens the gradient is made of: {first.title}"
-            result.append(replace(first, title=title, note=note.strip() if first.note else ""))
+        if spike is None:
+            continue
+        first = step_sections(run, spike, top)[0]
+        said = [concentration_text(run, spike.step), first.note, momentum_text(run, spike.step)]
+        if spike.prompts is not None:
+            largest = spike.prompts.iloc[0]
+            text = visible(told_apart(spike.prompts["prompt"].astype(str).tolist(), 90)[0])
+            said.append(f"Largest prompt: {percent(largest['share'], sign=True)}, “{text}”")
+        note = " ".join(filter(None, said)) if first.note else ""
+        result.append(replace(first, title=f"{title}: {first.title}", note=note))
     if not result and runs:
         why = recorded_by(runs[0], "recording.token_gradients_every")
         why = why if runs[0].reduced is None else ": the run was reduced"
-        result.append(
-            Section(
-                "Which tokens the gradient is made of",
-                f"No token's share of the gradient was kept{why}.",
-            )
-        )
+        result.append(Section(title, f"No token's share of the gradient was kept{why}."))
     return result
 
 
@@ -187,49 +179,61 @@ def momentum_text(run: Run, step: int) -> str:
 
 def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
     """The tokens, prompts and ranges of probability behind one update's gradient; all shares are of its square."""
-    many = f", {spike.times:.1f} × the typical {number(spike.typical)}" if spike.typical > 0 else ""
-    z = f", z = {spike.z:.1f}" if math.isfinite(spike.z) else ""
-    title = f"{run.name}, step {spike.step}{', ' * bool(spike.update)}{spike.update}: gradient norm {number(spike.grad_norm)}{many}{z}"
+    title = _spike_title(run, spike)
     if spike.missing or spike.prompts is None or spike.probabilities is None:
         return [Section(title, f"{spike.missing[0].upper()}{spike.missing[1:]}.")]
+    first = spike.prompts.head(4)
+    prompts = pd.DataFrame(
+        {
+            "share": [percent(share, 1, sign=True) for share in first["share"]],
+            "prompt": told_apart([str(text) for text in first["prompt"]]),
+        }
+    )
+    of = f" of {spike.sample}" if spike.sample else ""
+    result = [
+        _token_section(title, moved_tokens(run, spike.step, top)),
+        Section(f"Prompts{of}", prompts, records=records_of(first)),
+    ]
+    ranges = spike.probabilities
+    if ranges["share"].isna().all():  # a sample may hold too little of the gradient
+        return result
+    cells = pd.DataFrame(
+        {
+            "π": [f"{low:g} to {high:g}" for low, high in ranges[["low", "high"]].to_numpy()],
+            "share of ‖∇L‖²": [percent(share, 1, sign=True) for share in ranges["share"]],
+            "share of the tokens": [percent(share, 1) for share in ranges["tokens"]],
+        }
+    )
+    if "error" in ranges:
+        cells.insert(2, "± SE", [percent(error, 1) for error in ranges["error"]])
+    scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
+    return [*result, Section("Ranges of probability", cells, scaled, records=records_of(ranges))]
+
+
+def _spike_title(run: Run, spike: Spike) -> str:
+    """The update and its gradient norm, beside the typical one."""
+    which = f", {spike.update}" if spike.update else ""
+    title = f"{run.name}, step {spike.step}{which}: gradient norm {number(spike.grad_norm)}"
+    if spike.typical > 0:
+        title += f", {spike.times:.1f} × the typical {number(spike.typical)}"
+    return f"{title}, z = {spike.z:.1f}" if math.isfinite(spike.z) else title
+
+
+def _token_section(title: str, moved: Sequence[Moved]) -> Section:
+    """The tokens that a gradient pushes, as a table and as numbers."""
     rows, records = [], []
-    for one in moved_tokens(run, spike.step, top):
-        share = percent(one.share, 1, sign=True) + (f" (×{one.count})" if one.count > 1 else "")
+    for one in moved:
+        share = percent(one.share, 1, sign=True)
+        share += f" (×{one.count})" if one.count > 1 else ""
         share += " against the rest" if one.share < 0 else ""
-        answer = "" if one.correct is None else "right" if one.correct else "wrong"
+        answer = {True: "right", False: "wrong", None: ""}[one.correct]
         rows.append((one.arrow, one.sentence, answer, share, number(one.probability)))
-        records.append(
-            asdict(one.sentence) | {k: v for k, v in vars(one).items() if k != "sentence"}
-        )
+        numbers = {name: value for name, value in vars(one).items() if name != "sentence"}
+        records.append(asdict(one.sentence) | numbers)
     tokens = pd.DataFrame(rows, columns=["", "token", "answer", "share of ‖∇L‖²", "π"])
     tokens = tokens if tokens["answer"].any() else tokens.drop(columns="answer")
     note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
-    of, first = (f" of {spike.sample}" if spike.sample else ""), spike.prompts.head(4)
-    texts = told_apart([str(text) for text in first["prompt"]])
-    prompts = pd.DataFrame(
-        {"share": [percent(one, 1, sign=True) for one in first["share"]], "prompt": texts}
-    )
-    result = [
-        Section(title, tokens, note, records=records),
-        Section(f"Prompts{of}", prompts, records=first.to_dict("records")),  # type: ignore[arg-type]
-    ]
-    if spike.probabilities["share"].isna().all():  # a sample may hold too little of the gradient
-        return result
-    numbers = spike.probabilities.to_dict("records")
-    cells = [
-        (
-            f"{row['low']:g} to {row['high']:g}",
-            percent(row["share"], 1, sign=True),
-            percent(row["tokens"], 1),
-        )
-        for row in numbers
-    ]
-    ranges = pd.DataFrame(cells, columns=["π", "share of ‖∇L‖²", "share of the tokens"])
-    if "error" in spike.probabilities:
-        errors = [percent(one, 1) for one in spike.probabilities["error"]]
-        ranges.insert(2, "± SE", errors)
-    scaled = f"Estimated from {spike.sample} and scaled to sum to 100 %." if spike.sample else ""
-    return [*result, Section("Ranges of probability", ranges, scaled, records=numbers)]  # type: ignore[arg-type]
+    return Section(title, tokens, note, records=records)
 
 
 def trained_text(study: Study, settings: Sequence[Setting]) -> str:
@@ -238,64 +242,60 @@ def trained_text(study: Study, settings: Sequence[Setting]) -> str:
     steps = f"{min(lengths)}" if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
     seeds = max(len(setting.runs) for setting in settings)
     names = " and ".join(method_label(setting.label) for setting in settings)
-    text = f"{names}: {steps} steps of {study.name}" + (
-        f", up to {seeds} seeds each." if seeds > 1 else "."
-    )
-    runs = [run for setting in settings for run in setting.runs.values()]
-    first = [text] if len(runs) > 1 else []  # what a run alone is, its head says
-    return " ".join([*first, *accuracy_texts(settings), *rotation_texts(settings)])
+    said = [*accuracy_texts(settings), *rotation_texts(settings)]
+    if seeds > 1 or len(settings) > 1:  # what a run alone is, its head says
+        each = f", up to {seeds} seeds each" if seeds > 1 else ""
+        said.insert(0, f"{names}: {steps} steps of {study.name}{each}.")
+    return " ".join(said)
 
 
 def rotation_texts(settings: Sequence[Setting]) -> list[str]:
     """How far token weights would turn the gradient of trainings that were recorded with `rotation=`."""
     said = []
-    for run in (
-        run for setting in settings for run in setting.runs.values() if run.info.get("rotation")
-    ):
-        angles = run.updates["gradient_rotation"].dropna()
-        if len(angles):
+    for run in (run for setting in settings for run in setting.runs.values()):
+        angles, method = run.updates["gradient_rotation"].dropna(), run.info.get("rotation")
+        if method and len(angles):
             each = f"{angles.mean():.1f}° on average over {len(angles)} updates (at most {angles.max():.1f}°)"
-            said.append(
-                f"The weights of {run.info['rotation']} would turn the gradient of {run.name} by {each}."
-            )
+            said.append(f"The weights of {method} would turn the gradient of {run.name} by {each}.")
     return said
 
 
 def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
     """Accuracy before and after of each split that training did not use, at each temperature, with its interval."""
-    tables = [
-        accuracy_values(run).assign(setting=s.label, run=n)
-        for s in settings
-        for n, run in enumerate(s.runs.values())
-    ]
+    tables = []
+    for setting in settings:
+        for at, run in enumerate(setting.runs.values()):
+            tables.append(accuracy_values(run).assign(setting=setting.label, run=at))
     whole = pd.concat(tables)
     names = {"heldout": "held-out prompts", "unseen": "prompts of sizes that training never saw"}
     said = []
-    for (split, heat), part in whole[whole["split"].isin(list(names))].groupby(
-        ["split", "temperature"]
-    ):
-        runs = [rows for _, rows in part.groupby(["setting", "run"], sort=False)]
-        first = [rows["accuracy"].iloc[0] for rows in runs if len(rows) > 1]
-        ends = f"{percent(np.mean(first))} before, " if first else ""
+    known = whole[whole["split"].isin(list(names))]
+    for (split, heat), part in known.groupby(["split", "temperature"]):
+        runs = part.groupby(["setting", "run"], sort=False)
+        trained = part[runs["step"].transform("size") > 1]
+        first = trained.groupby(["setting", "run"], sort=False)["accuracy"].first()
+        before = f"{percent(first.mean())} before, " if len(first) else ""
         after = []
-        for label in dict.fromkeys(rows["setting"].iloc[0] for rows in runs):
-            last = [rows.iloc[-1] for rows in runs if rows["setting"].iloc[0] == label]
-            ends_at = over_seeds([(100 * row["accuracy"], 100 * row["half"]) for row in last])
-            after.append(
-                f"{interval_text(*ends_at)} %" + f" ({method_label(label)})" * (len(settings) > 1)
-            )
-        how = f"{sampling(float(str(heat)))}, {runs[0]['prompts'].iloc[-1]} prompts"
-        said.append(f"Accuracy on {names[str(split)]} ({how}): {ends}{', '.join(after)} after.")
+        for label, last in runs.tail(1).groupby("setting", sort=False):
+            whose = f" ({method_label(str(label))})" if len(settings) > 1 else ""
+            mean, half = over_seeds(100 * last[["accuracy", "half"]])
+            after.append(f"{interval_text(mean, half)} %{whose}")
+        prompts = runs["prompts"].last().iloc[0]
+        how = f"{sampling(float(str(heat)))}, {prompts} prompts"
+        said.append(f"Accuracy on {names[str(split)]} ({how}): {before}{', '.join(after)} after.")
     return said
 
 
-def over_seeds(values: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Mean and half of its interval: the run's own of one run, Student's t over several; NaN where there is none."""
-    finite = [(float(value), float(half)) for value, half in values if math.isfinite(value)]
+def over_seeds(values: pd.DataFrame) -> tuple[float, float]:
+    """Mean and half of its interval of values with their halves (runs, 2): the run's own of one run, Student's t over several.
+
+    Values that are not finite are left out; NaN where there is none.
+    """
+    table = values.to_numpy(float)
+    finite = table[np.isfinite(table[:, 0])]
     if len(finite) < 2:
-        return finite[0] if finite else (math.nan, math.nan)
-    numbers = [value for value, _ in finite]
-    interval, mean = mean_interval(numbers), float(np.mean(numbers))
+        return tuple(finite[0].tolist()) if len(finite) else (math.nan, math.nan)
+    interval, mean = mean_interval(finite[:, 0]), float(finite[:, 0].mean())
     return mean, math.nan if interval is None else interval.high - mean
 
 
@@ -307,11 +307,10 @@ def layer_norms(run: Run) -> pd.DataFrame:
     names = ["grad_norm_by_layer", "update_norm_by_layer"]
     rows = []
     known = run.updates.dropna(subset=names[:1])[["step", "update", *names]]
-    for step, update, *texts in known.itertuples(index=False):
-        gradient, moved = (json.loads(text) if isinstance(text, str) else {} for text in texts)
-        rows += [
-            (step, update, group, value, moved.get(group)) for group, value in gradient.items()
-        ]
+    for step, update, gradients, updates in known.itertuples(index=False):
+        moved = json.loads(updates) if isinstance(updates, str) else {}
+        for group, norm in json.loads(gradients).items():
+            rows.append((step, update, group, norm, moved.get(group)))
     frame = pd.DataFrame(rows, columns=["step", "update", "group", "grad_norm", "update_norm"])
     return frame.astype({"grad_norm": float, "update_norm": float})
 
@@ -340,8 +339,10 @@ def layer_growth(run: Run, step: int) -> pd.DataFrame:
 def growth_text(groups: pd.DataFrame) -> str:
     """Which group of `layer_growth` has the most of the gradient, and how much it grew, in a sentence."""
     most = groups.iloc[int(groups["share"].to_numpy().argmax())]
-    grown = f"; its gradient is {most['growth']:.3g} × its typical norm, the middle group's {groups['growth'].median():.2g} ×"
-    return f"{most.name} has the most of ‖∇L‖², {percent(most['share'])}{grown * math.isfinite(most['growth'])}."
+    said = f"{most.name} has the most of ‖∇L‖², {percent(most['share'])}"
+    if math.isfinite(most["growth"]):
+        said += f"; its gradient is {most['growth']:.3g} × its typical norm, the middle group's {groups['growth'].median():.2g} ×"
+    return f"{said}."
 
 
 def layer_tokens(run: Run, step: int) -> pd.DataFrame:
@@ -349,18 +350,13 @@ def layer_tokens(run: Run, step: int) -> pd.DataFrame:
 
     The largest in all first. Empty where nothing was recorded.
     """
-    columns = ["rollout", "position", "loss_coef", "advantage", "score_norm_by_layer"]
-    tokens = (
-        run.tokens(steps=[step], columns=columns)
-        .dropna(subset=["score_norm_by_layer"])
-        .reset_index(drop=True)
-    )
-    by_layer = pd.DataFrame(
-        [json.loads(text) for text in tokens.pop("score_norm_by_layer")], dtype=float
-    )
+    norms = "score_norm_by_layer"
+    tokens = run.tokens(steps=[step], columns=[*_PLACE, norms])
+    tokens = tokens.dropna(subset=[norms]).reset_index(drop=True)
+    by_layer = pd.DataFrame(list(map(json.loads, tokens.pop(norms))), dtype=float)
     by_layer = by_layer.mul(tokens["loss_coef"].abs().astype(float), axis=0)
     order = (by_layer**2).sum(axis=1).sort_values(ascending=False, kind="stable").index
-    return pd.concat([tokens, by_layer], axis=1).loc[order].reset_index(drop=True)
+    return tokens.join(by_layer).loc[order].reset_index(drop=True)
 
 
 def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
@@ -369,21 +365,25 @@ def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
     if groups.empty:
         return []
     shown = groups.head(top)
-    cells = {"parameters": shown.index, "gradient norm": shown["grad_norm"].map(number)}
-    cells |= {"× typical": shown["growth"].map(number), "of ‖∇L‖²": shown["share"].map(percent)}
+    cells = {
+        "parameters": shown.index,
+        "gradient norm": shown["grad_norm"].map(number),
+        "× typical": shown["growth"].map(number),
+        "of ‖∇L‖²": shown["share"].map(percent),
+    }
     parts = [Section(f"Layers at step {step}", pd.DataFrame(cells), growth_text(groups))]
     tokens = layer_tokens(run, step)
     if len(tokens):
-        layers = list(tokens.columns[4:])
+        layers = list(tokens.columns.drop(_PLACE))
         most = str(groups["share"].idxmax()).partition(".")[0]
         layer = most if most in layers else layers[0]
         tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
         where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
-        norms = {
-            f"|c|·‖∇ ln π‖ in {where}": tokens[layer],
-            "in all": (tokens[layers] ** 2).sum(axis=1) ** 0.5,
+        in_all = (tokens[layers] ** 2).sum(axis=1) ** 0.5
+        cells = {
+            "token": sentences(run, step, tokens),
+            f"|c|·‖∇ ln π‖ in {where}": list(map(number, tokens[layer])),
+            "in all": list(map(number, in_all)),
         }
-        columns = {name: [*map(number, values)] for name, values in norms.items()}
-        table = pd.DataFrame({"token": sentences(run, step, tokens)} | columns)
-        parts.append(Section(f"Leading tokens by {where}", table))
+        parts.append(Section(f"Leading tokens by {where}", pd.DataFrame(cells)))
     return parts

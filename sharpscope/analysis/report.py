@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,8 +33,8 @@ from sharpscope.analysis.measures import (
     sharpness_rows,
 )
 from sharpscope.analysis.pairs import compare_runs
-from sharpscope.analysis.sections import Section
-from sharpscope.analysis.spikes import SPIKE_Z, recorded_by
+from sharpscope.analysis.sections import Section, records_of
+from sharpscope.analysis.spikes import recorded_by
 from sharpscope.analysis.statistics import FEW_PAIRS, FEWEST, NO_COLLAPSE, series_mean
 from sharpscope.analysis.study import Setting, Study, flat, per_run, studies
 from sharpscope.analysis.summary import facts_of, verdict
@@ -78,7 +78,7 @@ class Page:
     runs: Runs
     source: str
     sections: list[Section]
-    charts: list[dict[str, Any]]
+    charts: list[dict[str, object]]
     tables: dict[str, pd.DataFrame]
     choices: dict[str, Choice]
     rule: str = RULE
@@ -87,27 +87,28 @@ class Page:
 def run_sections(run: Run) -> list[Section]:
     """One run, for a terminal: headline, curves, accuracy, sharpness, and what happened."""
     runs = Runs(run.path, {run.name: run}, {})
-    head = Section(f"{run.name} · {run.status}", facts_of(run))
-    if len(run.steps):
-        head = replace(head, content=f"{verdict(run)}\n{head.content}")
+    title, problems = f"{run.name} · {run.status}", problem_sections(runs)
     if run.steps.empty:
-        return [head, Section("", "No step is recorded yet."), *problem_sections(runs)]
+        nothing = Section("", "No step is recorded yet.")
+        return [Section(title, facts_of(run)), nothing, *problems]
     study = Study({run.name: run}, name=run.task)
-    found = found_sections(study, study.settings)
+    parts = [
+        Section(title, f"{verdict(run)}\n{facts_of(run)}"),
+        *found_sections(study, study.settings),
+    ]
     spike = largest_update(run)
     if spike is not None and spike.times >= GROWN:
-        found += layer_sections(run, spike.step)
-    curves = Section("Curves", curve_table(run), "Means of the first and the last third.")
-    parts = [head, *found, entropy_section(run), selection_section(run), curves]
-    parts += sharpness_sections(study.settings)
-    return [*filter(None, parts), *problem_sections(runs)]
+        parts += layer_sections(run, spike.step)
+    parts += filter(None, [entropy_section(run), selection_section(run)])
+    parts.append(Section("Curves", curve_table(run), "Means of the first and the last third."))
+    return [*parts, *sharpness_sections(study.settings), *problems]
 
 
 def runs_sections(runs: Runs) -> list[Section]:
     """Several runs, for a terminal: what each study found, how its settings differ, and the list of runs."""
-    parts = [
-        section for study, settings in laid_out(runs) for section in study_sections(study, settings)
-    ]
+    parts: list[Section] = []
+    for study, settings in laid_out(runs):
+        parts += study_sections(study, settings)
     return [*parts, Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
 
 
@@ -122,16 +123,14 @@ def study_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
 def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     """Everything on the page; `source`: where `runs` were read from, as a shell takes it; `claims`: test the published claims too."""
     sections: list[Section] = []
-    charts: list[dict[str, Any]] = []
+    charts: list[dict[str, object]] = []
     tables: dict[str, pd.DataFrame] = {"runs": runs.table, "events": runs.events}
     for study, settings in laid_out(runs):
         sections += study_sections(study, settings)
         charts.append(study_charts(study, settings, runs))
         shown = study.only([setting.label for setting in settings])
-        tables |= {
-            f"{study.slug}comparison": comparison(study),
-            f"{study.slug}curves": study_values(shown),
-        }
+        tables[f"{study.slug}comparison"] = comparison(study)
+        tables[f"{study.slug}curves"] = study_values(shown)
     if claims:
         from sharpscope.analysis.claims import claim_sections
 
@@ -143,18 +142,17 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
             sections += fork_sections(rows, title=f"{name}: " if several else "")
     choices = choose(runs.by_name)
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
-    largest.sort(key=lambda one: one[1].times if one[1].z >= SPIKE_Z else -math.inf, reverse=True)
+    largest.sort(key=lambda one: one[1].rank, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
         details = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
         sections += [replace(section, part="Tokens", step=spike.step) for section in details]
     sections += identity_sections(runs)
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare
-        instead = {"Runs": "Events and cost"}
-        sections = [
-            replace(s, part=instead.get(s.title, "Found")) if s.part == "Compare" else s
-            for s in sections
-        ]
+        for at, one in enumerate(sections):
+            if one.part == "Compare":
+                part = "Events and cost" if one.title == "Runs" else "Found"
+                sections[at] = replace(one, part=part)
     again = Section("", command_table(runs, source), part="Make it again")
     return Page(runs, source, [*sections, again], charts, tables, choices)
 
@@ -163,10 +161,10 @@ def laid_out(runs: Runs) -> list[tuple[Study, list[Setting]]]:
     """Each study that has steps with the settings that are shown, the baseline of comparisons first."""
     result = []
     for study in studies(runs):
-        first = dict.fromkeys([*comparison(study)["baseline"][:1], study.baseline, study.treatment])
-        rank = {label: n for n, label in enumerate(first)}
+        leading = [*comparison(study)["baseline"][:1], study.baseline, study.treatment]
+        rank = {label: n for n, label in reversed(list(enumerate(leading)))}
         ordered = sorted(
-            study.settings, key=lambda s: (rank.get(s.label, len(rank)), -len(s.runs), s.label)
+            study.settings, key=lambda s: (rank.get(s.label, 3), -len(s.runs), s.label)
         )
         if ordered:
             result.append((study, ordered[:SHOWN_SETTINGS]))
@@ -182,9 +180,10 @@ def found_sections(
     """The headline: what was trained and its accuracy, `top` tokens of the first `runs` settings, whether the method mattered."""
     first = [next(iter(setting.runs.values())) for setting in settings[:runs]]
     text = trained_text(study, settings[:2])
-    said = [Section("What was found", text)] if text else []
-    effects = [section for run in first for section in effect_headline(run, top)]
-    return [*said, *effects, *moved_sections(first, top), *difference_sections(study, settings)]
+    parts = [Section("What was found", text)] if text else []
+    for run in first:
+        parts += effect_headline(run, top)
+    return [*parts, *moved_sections(first, top), *difference_sections(study, settings)]
 
 
 @per_run
@@ -198,10 +197,8 @@ def compared_settings(
 ) -> list[tuple[str, str, pd.DataFrame]]:
     """(baseline, treatment, rows of `comparison`) of the settings that are shown, in their order."""
     labels = [setting.label for setting in settings]
-    groups = [
-        (str(a), str(b), rows)
-        for (a, b), rows in comparison(study).groupby(["baseline", "treatment"])
-    ]
+    pairs = comparison(study).groupby(["baseline", "treatment"])
+    groups = [(str(first), str(second), rows) for (first, second), rows in pairs]
     if len(study.settings) < 3:  # two runs are named by themselves where their method is the same
         return groups
     return sorted((one for one in groups if one[1] in labels), key=lambda one: labels.index(one[1]))
@@ -209,17 +206,10 @@ def compared_settings(
 
 def main_differences(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of HEADLINE among the rows of `comparison`, in its order."""
-
-    def rank(quantity: str) -> int:
-        fits = [
-            n
-            for n, name in enumerate(HEADLINE)
-            if quantity.endswith(name) or quantity.startswith(name)
-        ]
-        return fits[0] if fits and not quantity.startswith("train") else len(HEADLINE)
-
-    ranks = rows["quantity"].map(rank)
-    return rows.loc[ranks[ranks < len(HEADLINE)].sort_values(kind="stable").index]
+    names = rows["quantity"]
+    of_others = ~names.str.startswith("train")
+    found = [rows[of_others & (names.str.startswith(n) | names.str.endswith(n))] for n in HEADLINE]
+    return pd.concat(found)
 
 
 def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Section]:
@@ -229,32 +219,22 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
         return []
     baseline, treatment, rows = pairs[0]
     main, said = main_differences(rows).head(6), []
-    runs = [run for label, _, run in study.each() if label == treatment and rotates(run)]
+    steps = [run.steps for label, _, run in study.each() if label == treatment and rotates(run)]
     for name, text in (
         ("gradient_rotation", "It turns the gradient by"),
         ("noise_rotation", "The noise of one batch turns it by about"),
     ):
-        angles = known(
-            pd.concat([pd.Series(dtype=float), *(run.steps[name].dropna() for run in runs)])
-        )
-        said += [f"{text} {angles.mean():.0f}°."] if len(angles) else []
-    n = int(main["n"].max()) if len(main) else 0
-    said.append(
-        "One pair of runs: repeat with more seeds before believing a difference."
-        if n == 1
-        else f"{n} seeds."
-    )
-    said += [
-        f"{int(halve)} seeds would halve the intervals." for halve in main["to_halve"].dropna()[:1]
-    ]
-    title = (
-        f"Did {method_label(treatment)} change anything, compared with {method_label(baseline)}?"
-    )
-    shown, records = (
-        difference_table(main).drop(columns=_PAIRS, errors="ignore"),
-        main.to_dict("records"),
-    )
-    return [Section(title, shown, " ".join(said), records=records)]  # type: ignore[arg-type]
+        angles = pd.concat([pd.Series(dtype=float), *(table[name].dropna() for table in steps)])
+        if len(angles):
+            said.append(f"{text} {known(angles).mean():.0f}°.")
+    n = main["n"].max() if len(main) else 0
+    alone = "One pair of runs: repeat with more seeds before believing a difference."
+    said.append(alone if n == 1 else f"{n} seeds.")
+    for halve in main["to_halve"].dropna()[:1]:
+        said.append(f"{halve:.0f} seeds would halve the intervals.")
+    names = f"{method_label(treatment)} change anything, compared with {method_label(baseline)}?"
+    shown = difference_table(main).drop(columns=_PAIRS, errors="ignore")
+    return [Section(f"Did {names}", shown, " ".join(said), records=records_of(main))]
 
 
 _PAIRS = ["pairs", "worst pair"]
@@ -264,42 +244,44 @@ def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     """All paired differences, a table for each of the `settings` that has pairs with the baseline."""
     result = []
     for baseline, treatment, rows in compared_settings(study, settings):
-        n, title = int(rows["n"].max()), f"{method_label(treatment)} − {method_label(baseline)}"
-        note, records = f"{n} pair{'s' * (n > 1)} of runs. {COVERED}", rows.to_dict("records")
-        result.append(Section(title, difference_table(rows), note, "Compare", records=records))  # type: ignore[arg-type]
+        n, title = rows["n"].max(), f"{method_label(treatment)} − {method_label(baseline)}"
+        note = f"{n} pair{'s' if n > 1 else ''} of runs. {COVERED}"
+        table = difference_table(rows)
+        result.append(Section(title, table, note, "Compare", records=records_of(rows)))
     return result
 
 
 def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
     """Rows of `compare_runs` as text: quantity, both values, difference with interval, what it shows, pairs, worst pair."""
-    made = []
-    for row in rows.to_dict("records"):
-        share = row["unit"] == "share"
-        factor, value = (100 if share else 1), row["difference"]
-        half = (row["high"] - row["low"]) / 2
-        text = interval_text(factor * value, factor * half, sign=True) + " points" * share
-        text = "–" if not math.isfinite(value) else "0" if value == 0 and not half > 0 else text
-        clear = verdict_of(row["low"], row["high"], row["n"], counted=share)
-        if clear and 1 < row["n"] < FEW_PAIRS:
-            clear += f"; {NO_COLLAPSE}"
-        cells = {
-            "quantity": row["quantity"]
-            + ("" if row["unit"] in ("share", "1", "reward") else f" [{row['unit']}]")
-        }
-        for side in ("baseline", "treatment"):
-            end = number(factor * row[f"{side}_value"])
-            cells[method_label(row[side])] = end + " %" * (share and end != "–")
-        cells |= {
-            "difference": text,
-            "shows": clear if math.isfinite(value) else row["note"],
-            "pairs": str(row["n"]),
-        }
-        cells["worst pair"] = (
-            f"{number(factor * row['worst'])} ({row['worst_pair']})" if row["n"] > 1 else ""
-        )
-        made.append(cells)
-    frame = pd.DataFrame(made)
+    frame = pd.DataFrame(list(map(_difference_cells, rows.to_dict("records"))))
     return frame if (rows["n"] > 1).any() else frame.drop(columns=_PAIRS, errors="ignore")
+
+
+def _difference_cells(row: Mapping[Hashable, Any]) -> dict[str, str]:
+    """One row of `difference_table`."""
+    n, unit, value = row["n"], row["unit"], row["difference"]
+    share = unit == "share"
+    factor, percents = (100, " %") if share else (1, "")
+    half = (row["high"] - row["low"]) / 2
+    text = interval_text(factor * value, factor * half, sign=True) + (" points" if share else "")
+    if not math.isfinite(value):
+        text = "–"
+    elif value == 0 and not half > 0:
+        text = "0"
+    clear = verdict_of(row["low"], row["high"], n, counted=share)
+    if clear and 1 < n < FEW_PAIRS:
+        clear += f"; {NO_COLLAPSE}"
+    plain = unit in ("share", "1", "reward")
+    cells = {"quantity": row["quantity"] if plain else f"{row['quantity']} [{unit}]"}
+    for side in ("baseline", "treatment"):
+        end = number(factor * row[f"{side}_value"])
+        cells[method_label(row[side])] = end if end == "–" else end + percents
+    cells["difference"] = text
+    cells["shows"] = clear if math.isfinite(value) else row["note"]
+    cells["pairs"] = str(n)
+    worst = f"{number(factor * row['worst'])} ({row['worst_pair']})"
+    cells["worst pair"] = worst if n > 1 else ""
+    return cells
 
 
 def verdict_of(low: float, high: float, n: int, counted: bool) -> str:
@@ -313,22 +295,26 @@ def verdict_of(low: float, high: float, n: int, counted: bool) -> str:
 
 def setting_sections(study: Study) -> list[Section]:
     """What the configurations of a study's settings differ in; values that differ between a setting's runs are joined."""
-    columns = {
-        s.label: [flat(run.config) for run in s.runs.values()]
-        for s in study.settings[:SHOWN_SETTINGS]
-    }
+    settings = study.settings[:SHOWN_SETTINGS]
+    configs = [[flat(run.config) for run in setting.runs.values()] for setting in settings]
+    keys = dict.fromkeys(key for several in configs for config in several for key in config)
     rows = []
-    for key in dict.fromkeys(key for facts in columns.values() for one in facts for key in one):
-        values = [[one.get(key) for one in part] for part in columns.values()]
-        texts = [
-            [number(v) if isinstance(v, float) else "none" if v is None else str(v) for v in part]
-            for part in values
-        ]
-        cells = [printable(", ".join(dict.fromkeys(part)), 60) for part in texts]
+    for key in keys:
+        cells = [_values_text(config.get(key) for config in several) for several in configs]
         if len(set(cells)) > 1 and key not in ("name", "out", "method.name", "seed"):
             rows.append((key, *cells))
-    frame = pd.DataFrame(rows, columns=["setting", *map(method_label, columns)])
+    labels = [method_label(setting.label) for setting in settings]
+    frame = pd.DataFrame(rows, columns=["setting", *labels])
     return [Section("Settings that differ", frame, part="Compare")] if rows else []
+
+
+def _values_text(values: Iterable[object]) -> str:
+    """Different values of a setting, joined."""
+    texts = dict.fromkeys(
+        number(value) if isinstance(value, float) else "none" if value is None else str(value)
+        for value in values
+    )
+    return printable(", ".join(texts), 60)
 
 
 # -- Sharpness -----------------------------------------------------------------------------------------------------------
@@ -336,54 +322,60 @@ def setting_sections(study: Study) -> list[Section]:
 
 def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     """Sharpness at the first and the last step measured; a change is paired by prompt. Saturated estimates are marked."""
-    each = [
-        (setting, run, sharpness_rows(run)) for setting in settings for run in setting.runs.values()
-    ]
-    run = each[0][1]
-    if not (names := dict.fromkeys(name for _, _, rows in each for name in rows["measure"])):
-        return [
-            Section(
-                "Sharpness", f"Not recorded{recorded_by(run, 'probes.preset')}.", part="Sharpness"
-            )
-        ]
+    runs = [(setting.label, run) for setting in settings for run in setting.runs.values()]
+    ends = pd.DataFrame([each for label, run in runs for each in _sharpness_ends(label, run)])
+    if ends.empty:
+        why = recorded_by(runs[0][1], "probes.preset")
+        return [Section("Sharpness", f"Not recorded{why}.", part="Sharpness")]
     rows = []
-    for measure, setting in ((measure, setting) for measure in names for setting in settings):
-        parts = [(run, rows[rows["measure"] == measure]) for of, run, rows in each if of is setting]
-        parts = [(run, part) for run, part in parts if len(part)]
-        if not parts:
-            continue
-        longer = [(run, part) for run, part in parts if part["step"].nunique() > 1]
-        first = [(part["value"].iloc[0], part["half"].iloc[0]) for _, part in parts]
-        last = [(part["value"].iloc[-1], part["half"].iloc[-1]) for _, part in longer]
-        steps = [
-            _span([part["step"].iloc[k] for _, part in several])
-            for k, several in ((0, parts), (-1, longer))
-        ]
-        worst = max(known(pd.concat([part["saturation"] for _, part in parts]).fillna(-1.0)))
-        row = {
-            "measure": measure,
-            "setting": method_label(setting.label),
-            "steps": " and ".join(filter(None, steps)),
-        }
-        row |= {"at the first": value_text(*over_seeds(first))}
-        row |= {"at the last": value_text(*over_seeds(last))}
-        row["change"] = change_text(*over_seeds([_paired(run, part) for run, part in longer]))
-        row["of the possible rise"] = (
-            percent(worst) + " (saturated)" * bool(worst > MAX_SATURATION) if worst >= 0 else "–"
-        )
-        rows.append(row)
+    for measure, of_measure in ends.groupby("measure", sort=False):
+        for label, several in of_measure.groupby("setting", sort=False):
+            steps = filter(None, [_span(several["first_step"]), _span(several["last_step"])])
+            worst = several["saturation"].max()
+            full = " (saturated)" if worst > MAX_SATURATION else ""
+            cells = {
+                "measure": measure,
+                "setting": method_label(str(label)),
+                "steps": " and ".join(steps),
+                "at the first": value_text(*over_seeds(several[["first", "first_half"]])),
+                "at the last": value_text(*over_seeds(several[["last", "last_half"]])),
+                "change": change_text(*over_seeds(several[["change", "change_half"]])),
+                "of the possible rise": percent(worst) + full if worst >= 0 else "–",
+            }
+            rows.append(cells)
     frame = _dense(pd.DataFrame(rows))
     note = "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds."
     if "of the possible rise" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
-    if len(each) == 1 and (said := critical_text(run.probes)):
+    if len(runs) == 1 and (said := critical_text(runs[0][1].probes)):
         note += f" Last update measured: {said}."
     return [Section("Sharpness at the steps where it was measured", frame, note, "Sharpness")]
 
 
-def _span(steps: Sequence[int]) -> str:
-    """The steps as text: `6`, or `4 to 6` where runs differ."""
-    return " to ".join(map(str, sorted({min(steps), max(steps)}))) if steps else ""
+def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
+    """For each measure of a run its first estimate, and where there are several steps the last one and the change."""
+    for measure, rows in sharpness_rows(run).groupby("measure", sort=False):
+        first, last = rows.iloc[0], rows.iloc[-1]
+        ends = {
+            "setting": setting,
+            "measure": measure,
+            "saturation": rows["saturation"].astype(float).max(),
+            "first_step": first["step"],
+            "first": first["value"],
+            "first_half": first["half"],
+        }
+        again = dict.fromkeys(("last_step", "last", "last_half", "change", "change_half"), math.nan)
+        if rows["step"].nunique() > 1:
+            change, half = _paired(run, rows)
+            again = {"last_step": last["step"], "last": last["value"], "last_half": last["half"]}
+            again |= {"change": change, "change_half": half}
+        yield ends | again
+
+
+def _span(steps: pd.Series) -> str:
+    """The steps as text: `6`, or `4 to 6` where runs differ; empty without one."""
+    there = steps.dropna().astype(int)
+    return " to ".join(map(str, dict.fromkeys([there.min(), there.max()]))) if len(there) else ""
 
 
 def _dense(frame: pd.DataFrame) -> pd.DataFrame:
@@ -395,31 +387,31 @@ def _dense(frame: pd.DataFrame) -> pd.DataFrame:
 def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
     """Last minus first of a run's estimates, with half of its interval over prompts; on the prompts of updates they are independent."""
     ends = part.iloc[[0, -1]]
-    difference = float(ends["value"].iloc[1]) - float(ends["value"].iloc[0])
+    start, end = ends["value"].astype(float)
     if not ends["probe_set"].any():
-        return difference, Z * math.hypot(*ends["prompt_std_error"].astype(float))
-    first, last = (
-        _prompt_values(run).get(key, {}) for key in zip(*_estimate_keys(ends), strict=True)
-    )
+        return end - start, Z * math.hypot(*ends["prompt_std_error"].astype(float))
+    values = _prompt_values(run)
+    first, last = (values.get(key, {}) for key in _estimate_keys(ends))
     if len(first) < 2 or set(first) != set(last):
-        return difference, math.nan
+        return end - start, math.nan
     each = np.array([last[prompt] - first[prompt] for prompt in first])
-    return difference, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
+    return end - start, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
 
 
-def _estimate_keys(rows: pd.DataFrame) -> Iterator[list[Any]]:
-    """The columns that tell an estimate of the probes from another; None for what is null."""
-    for name in ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"):
-        yield [None if pd.isna(value) else value for value in rows[name].tolist()]
+def _estimate_keys(rows: pd.DataFrame) -> Iterator[tuple[object, ...]]:
+    """What tells each estimate of the probes from another; None for what is null."""
+    names = ["step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
+    columns = rows[names].astype(object)
+    return columns.where(columns.notna(), None).itertuples(index=False, name=None)
 
 
 @per_run
-def _prompt_values(run: Run) -> dict[tuple[Any, ...], dict[Any, float]]:
+def _prompt_values(run: Run) -> dict[tuple[object, ...], dict[object, float]]:
     """Estimate → prompt → its first value."""
-    found: dict[tuple[Any, ...], dict[Any, float]] = {}
+    found: dict[tuple[object, ...], dict[object, float]] = {}
     rows = run.probe_prompts
-    keys = zip(*_estimate_keys(rows), strict=True)
-    for key, prompt, value in zip(keys, rows["prompt"], known(rows["value"]), strict=True):
+    places = zip(_estimate_keys(rows), rows["prompt"], known(rows["value"]), strict=True)
+    for key, prompt, value in places:
         found.setdefault(key, {}).setdefault(prompt, float(value))
     return found
 
@@ -434,17 +426,19 @@ def curve_table(run: Run) -> pd.DataFrame:
     names = {"loss": Quantity("loss")} if steps["reward_mean"].isna().all() else {}
     rows = []
     for column, quantity in (names | STEPS).items():
-        values = quantity.factor * known(steps[column]) if column in steps else np.zeros(0)
-        if column.endswith("_rotation"):  # recorded at some steps only
-            values = values[np.isfinite(values)] if rotates(run) else np.zeros(0)
+        if column not in steps:
+            continue
+        values = quantity.factor * known(steps[column])
         finite = values[np.isfinite(values)]
-        if len(finite) and not (
-            np.ptp(finite) < 1e-6 and ("[%]" in quantity.name or column == "weight_mean")
-        ):
-            third = max(1, len(values) // 3)
-            first, last = values[:third].mean(), series_mean(values[-third:])
-            end = interval_text(last[0], Z * last[1]) if math.isfinite(last[0]) else "not a number"
-            rows.append((quantity.name, number(first, "not a number"), sparkline(values), end))
+        if column.endswith("_rotation"):  # recorded at some steps only
+            values = finite if rotates(run) else finite[:0]
+        constant = "[%]" in quantity.name or column == "weight_mean"
+        if not len(finite) or not len(values) or (constant and np.ptp(finite) < 1e-6):
+            continue
+        third = max(1, len(values) // 3)
+        first, (last, error) = values[:third].mean(), series_mean(values[-third:])
+        end = interval_text(last, Z * error) if math.isfinite(last) else "not a number"
+        rows.append((quantity.name, number(first, "not a number"), sparkline(values), end))
     return pd.DataFrame(rows, columns=["by step", "first", "", "last"])
 
 
@@ -453,26 +447,22 @@ def curve_table(run: Run) -> pd.DataFrame:
 
 def problem_sections(runs: Runs) -> list[Section]:
     """What a reader should know: runs left out, damaged parts, events, the sampler, and costs."""
-    part = "Events and cost"
+    part, result = "Events and cost", []
     said = [f"{name} is left out: {why}" for name, why in runs.skipped.items()]
-    said += [
-        f"{run.name}: {part} is set aside: {why}"
-        for run in runs
-        for part, why in run.damaged.items()
-    ]
-    said += [note for study in studies(runs) for note in study.notes]
-    result = [Section("To know", "\n".join(said), part=part)] if said else []
+    for run in runs:
+        said += [f"{run.name}: {file} is set aside: {why}" for file, why in run.damaged.items()]
+    for study in studies(runs):
+        said += study.notes
+    if said:
+        result.append(Section("To know", "\n".join(said), part=part))
     events = runs.events
     loud = events[events["severity"] != "info"] if len(events) else events
     if len(loud):
-        last = loud.sort_values("step", kind="stable").groupby(["run", "rule"], sort=False)
-        table = last[["step", "message"]].last().assign(times=last.size()).reset_index()
-        table = table[["run", "rule", "times", "step", "message"]].rename(
-            columns={"step": "last step"}
-        )
-        result.append(
-            Section("Events", table if len(runs) > 1 else table.drop(columns="run"), part=part)
-        )
+        same = loud.sort_values("step", kind="stable").groupby(["run", "rule"], sort=False)
+        table = same[["step", "message"]].last().assign(times=same.size()).reset_index()
+        table = table.rename(columns={"step": "last step"})
+        shown = ["run", "rule", "times", "last step", "message"]
+        result.append(Section("Events", table[shown if len(runs) > 1 else shown[1:]], part=part))
     result += filter(None, [sampler_section(runs)])
     if len(costs := cost_table(runs)):
         note = "Sums over the recorded steps; evaluation and loading are not in them. Recording includes the probes."
@@ -484,32 +474,27 @@ def cost_table(runs: Runs) -> pd.DataFrame:
     """Seconds of each kind and the most memory, a row a run; imported runs have none."""
     rows = []
     for name, run in runs.by_name.items():
-        if run.steps.empty or run.steps["training_s"].isna().all():
+        steps = run.steps
+        if steps.empty or steps["training_s"].isna().all():
             continue
-        parts = {
-            kind: float(run.steps[f"{kind}_s"].sum())
-            for kind in ("generation", "training", "recording")
-        }
+        kinds = ("generation", "training", "recording")
+        parts = {kind: float(steps[f"{kind}_s"].sum()) for kind in kinds}
         seconds = (run.info.get("measuring") or {}).get("seconds") or {}
         # also before and after the steps
         parts["recording"] = sum(map(float, seconds.values())) or parts["recording"]
         total = sum(parts.values())
         held = run.info.get("peak_memory_bytes")
-        sizes = {
-            kind: n
-            for kind, n in (held if isinstance(held, dict) else {"process": held}).items()
-            if n
-        }
-        row = {
+        sizes = held if isinstance(held, dict) else {"process": held}
+        memory = [f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items() if size]
+        cells = {
             "run": name,
-            "a step [s]": f"{total / len(run.steps):.2f}",
+            "a step [s]": f"{total / len(steps):.2f}",
             "all [min]": f"{total / 60:.1f}",
+            **{kind: percent(part / (total or 1.0)) for kind, part in parts.items()},
+            "peak memory": ", ".join(memory) or "–",
+            "device": str(run.info.get("device") or "–"),
         }
-        row |= {kind: percent(part / total if total else 0.0) for kind, part in parts.items()}
-        row["peak memory"] = (
-            ", ".join(f"{kind} {size / 2**20:,.0f} MiB" for kind, size in sizes.items()) or "–"
-        )
-        rows.append(row | {"device": str(run.info.get("device") or "–")})
+        rows.append(cells)
     frame = pd.DataFrame(rows)
     return frame.drop(columns=["run", "device"], errors="ignore") if len(runs) == 1 else frame
 
@@ -522,39 +507,32 @@ def run_table(runs: Runs) -> pd.DataFrame:
     rows = []
     for name, run in runs.by_name.items():
         why, count = run.info.get("end"), len(run.steps)
-        status = run.status if run.status == "finished" or not why else f"{run.status}: {why}"
-        reward, error = series_mean(
-            known(run.steps.sort_values("step")["reward_mean"])[-max(1, count // 3) :]
-        )
-        row = {
+        rewards = known(run.steps.sort_values("step")["reward_mean"])
+        reward, error = series_mean(rewards[-max(1, count // 3) :])
+        cells = {
             "run": name,
             "method": method_label(run.method),
             "seed": str(run.seed),
             "task": run.task,
+            "status": f"{run.status}: {why}" if why and run.status != "finished" else run.status,
+            "steps": str(count),
+            "reward, last third (± 95 % over steps)": interval_text(reward, Z * error),
         }
-        text = interval_text(reward, Z * error)
-        rows.append(
-            row
-            | {
-                "status": status,
-                "steps": str(count),
-                "reward, last third (± 95 % over steps)": text,
-            }
-        )
-    rows += [
-        {"run": name, "status": f"cannot be read: {why}"} for name, why in runs.skipped.items()
-    ]
+        rows.append(cells)
+    for name, why in runs.skipped.items():
+        rows.append({"run": name, "status": f"cannot be read: {why}"})
     return pd.DataFrame(rows).fillna("–")
 
 
 def command_table(runs: Runs, source: str) -> pd.DataFrame:
     """What each command makes, for everything on a page."""
-    rows = [("this page and its tables", f"sharpscope analyze {source}")]
-    rows.append(("figures for a paper", f"sharpscope analyze {source} --figures"))
+    rows = [
+        ("this page and its tables", f"sharpscope analyze {source}"),
+        ("figures for a paper", f"sharpscope analyze {source} --figures"),
+    ]
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
             config, again = shlex.quote(str(run.path / "config.yaml")), shlex.quote(run.name)
-            rows.append(
-                (f"the run {run.name}, again", f"sharpscope run {config} --out runs/again-{again}")
-            )
+            command = f"sharpscope run {config} --out runs/again-{again}"
+            rows.append((f"the run {run.name}, again", command))
     return pd.DataFrame(rows, columns=["makes", "command"])

@@ -90,6 +90,11 @@ def is_text(column: pd.Series) -> bool:
     )
 
 
+def records_of(frame: pd.DataFrame) -> list[dict[str, object]]:
+    """The rows of a frame as numbers by column, for `Section.records`."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
 def to_records(sections: Iterable[Section]) -> dict[str, Any]:
     """Sections for scripts: `title`, `part`, `note`, and `text` or `rows`; a cell with a token is an object."""
     made: list[dict[str, Any]] = []

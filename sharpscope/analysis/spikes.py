@@ -73,6 +73,11 @@ class Spike:
         """How many times the typical gradient norm its norm is."""
         return self.grad_norm / self.typical if self.typical > 0 else math.nan
 
+    @property
+    def rank(self) -> float:
+        """`times` of a spike, below all others where z is no spike's."""
+        return self.times if self.z >= SPIKE_Z else -math.inf
+
 
 @per_run
 def gradient_scores(run: Run) -> pd.DataFrame:

@@ -282,6 +282,7 @@ def _ranged(table: pd.DataFrame, column: str) -> pd.Series:
     """Mean and range of an angle over batches, as `6.9° (6.4–7.2)`."""
 
     def shown(row: pd.Series) -> str:
+        """One method's angle."""
         mean, low, high = (row[name] for name in (column, f"{column}_low", f"{column}_high"))
         if math.isnan(mean):
             return "–"

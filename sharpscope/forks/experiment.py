@@ -142,6 +142,7 @@ def measure_fork(
     threads = set_threads(config.threads, config.policy.model)
 
     def measure(state: Path | None) -> Measure:
+        """What measures the arms from a checkpoint."""
         start = Start(config, arms, state, warm_up=spec.warm_up, calibrating=spec.batches)
         return Measure(start, spec, spec.rho or run_radius(config, None if state is None else run))
 

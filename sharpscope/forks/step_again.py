@@ -160,6 +160,7 @@ class StepAgain:
         scores = {name: torch.zeros(shape, dtype=torch.float64) for name in (*q, "share")}
 
         def observe(update: PendingUpdate) -> None:
+            """Add the effects and shares of an update's tokens."""
             if update.clips is None:
                 raise UserError(
                     "--without: the method gives the optimizer another gradient than the loss's (method.sharpness)"
@@ -199,6 +200,7 @@ def drawn_by(
     drawer, examples = Drawer(config, policy, task), heldout_order(config, task).take(spec.prompts)
 
     def draw() -> tuple[Drawn, Tensor]:
+        """Completions of the present policy, and the success of its greedy answers."""
         greedy = greedy_success(policy, task, examples, config.rollout)
         return drawer(examples, spec.samples, seed), greedy
 
@@ -226,6 +228,7 @@ def run_step(
     def update(
         without: Tensor | TokenSet | None, observe: Observe | None
     ) -> Sequence[UpdateResult]:
+        """See `StepAgain.update`."""
         if to is None or to == step:
             assert not isinstance(without, TokenSet)
             return start.update("own", 0, without=without, before_step=observe).updates

@@ -176,6 +176,7 @@ class MeasuredUpdate:
         part, temperature = self.part, self.config.rollout.temperature
 
         def of_rows(some: Tensor) -> Tensor:
+            """The probe's values of some rows."""
             return probe(
                 some,
                 input_ids=part.input_ids[some],
@@ -203,6 +204,7 @@ class MeasuredUpdate:
         out = torch.zeros_like(self.coef)
 
         def measured(some: Tensor, **given: Any) -> Tensor:
+            """The products of some rows."""
             if sharded is None:
                 return attribute(
                     self.view.model, coef=self.coef[some], direction=direction, check=check, **given
@@ -243,10 +245,12 @@ class ScoreNorms(Measurement):
         local: list[Tensor] = []
 
         def measure_local(check: Check) -> None:
+            """Local norms of all tokens."""
             # first row that this process measures -> norms by layer
             by_layer: dict[int, Mapping[str, Tensor]] = {}
 
             def measured(some: Tensor, **given: Any) -> Tensor:
+                """Local norms of some rows, whose layers are kept."""
                 if update.sharded is not None:
                     found = update.sharded.local(check=check != "off", **given)
                 else:
@@ -263,6 +267,7 @@ class ScoreNorms(Measurement):
             self._leading(update, local[0], by_layer)
 
         def measure_exact(check: Check) -> None:
+            """Exact norms of a few tokens."""
             self._exact(update, local[0] if local else None, check)
 
         update.values.fill("score_norm_local", measure_local)
@@ -341,6 +346,7 @@ class Shares(Measurement):
         gradient = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for p in trained]
 
         def measure(check: Check) -> None:
+            """The shares of an update's tokens."""
             update.put("attribution", update.along(gradient, check, update.sharded) / norm**2)
             known = torch.zeros(len(update.inactive), update.mask.shape[1])
             chance = known + update.inactive_probability
@@ -359,6 +365,7 @@ class HeldoutInfluence(Measurement):
         """Column heldout_influence."""
 
         def measure(check: Check) -> None:
+            """The influence of an update's tokens."""
             found = update.along(self._heldout_gradient(update), check)
             update.put("heldout_influence", found)
 
@@ -376,6 +383,7 @@ class HeldoutInfluence(Measurement):
         rows = drawn.rollouts.rows(torch.arange(len(mask))[mine])
 
         def gradient() -> list[Tensor]:
+            """The gradient of the rows of this process."""
             if not len(rows):
                 return [torch.zeros_like(p) for p in update.view.parameters]
             temperature = config.rollout.temperature

@@ -179,7 +179,7 @@ class NoWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        """Nothing was opened."""
 
     def append(self, table: str, columns: Mapping[str, Any]) -> int:
         """Do nothing."""

@@ -153,12 +153,7 @@ class ComingStep:
 
 
 def rule_of(
-    optimizer: torch.optim.Optimizer,
-    group: Settings,
-    theta: Tensor,
-    h: Tensor,
-    *,
-    slopes: bool,
+    optimizer: torch.optim.Optimizer, group: Settings, theta: Tensor, h: Tensor, *, slopes: bool
 ) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of a parameter of a group with the clipped gradient h."""
     given = (group, optimizer.state.get(theta, {}), theta, h)
@@ -256,12 +251,7 @@ def muon(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: 
 
 
 def by_autograd(
-    optimizer: torch.optim.Optimizer,
-    group: Settings,
-    theta: Tensor,
-    h: Tensor,
-    *,
-    slopes: bool,
+    optimizer: torch.optim.Optimizer, group: Settings, theta: Tensor, h: Tensor, *, slopes: bool
 ) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of an elementwise optimizer of `torch.optim`, through its differentiable implementation."""
     options = {name: value for name, value in group.items() if name in optimizer.defaults}

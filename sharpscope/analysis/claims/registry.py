@@ -527,6 +527,7 @@ def _option_rows(verdict: Verdict, pairs: Pairs) -> Iterator[dict[str, str]]:
     claim, terms, parts = verdict.claim, verdict.terms, len(verdict.finding.parts)
 
     def row(name: str, part: str, deviation: float, cost: str) -> dict[str, str]:
+        """What one change leaves of the standard deviation, the pairs that it then takes, and its cost."""
         needed = pairs_needed(deviation, claim.margin_of_parts(terms), terms.level, parts)
         return {
             "more of": name,

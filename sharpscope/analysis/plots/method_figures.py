@@ -18,6 +18,7 @@ from sharpscope.analysis.plots.style import (
     WIDTHS,
     Picture,
     color_of,
+    colored,
     colors,
     legend,
     picture,
@@ -39,9 +40,8 @@ def rotation(figure: Picture, frame: pd.DataFrame) -> None:
     shown = shown.sort_values(angles[0], ascending=False, na_position="first", kind="stable")
     (axis,) = figure.panels(1, 0.5 + 0.2 * len(shown))
     height = np.arange(len(shown))
-    for name, text, mark, color in zip(
-        angles, ("gradient", "optimizer's step"), "os", colors()[:2], strict=True
-    ):
+    labels, marks = ("gradient", "optimizer's step"), "os"
+    for name, text, mark, color in zip(angles, labels, marks, colors()[:2], strict=True):
         axis.plot(shown[name], height, mark, color=color, label=text)
         if f"{name}_low" in shown:  # the range over batches
             ends = shown[f"{name}_low"], shown[f"{name}_high"]
@@ -53,7 +53,7 @@ def rotation(figure: Picture, frame: pd.DataFrame) -> None:
     axis.set_yticks(height, [plain(name, 48) for name in shown["method"]])
     axis.set(xlabel="angle to the reference [°]", ylim=(-0.6, len(shown) - 0.4))
     axis.set_xlim(left=0)
-    legend(figure, [axis])
+    legend(figure)
 
 
 @plot(not_from_runs, "method", "policy", "gradient_rotation", "update_rotation")
@@ -75,14 +75,13 @@ def rotation_map(figure: Picture, frame: pd.DataFrame) -> None:
     left.tick_params(length=0)
     left.tick_params(axis="x", rotation=20)
     left.set(xlabel="", ylabel="", title="angle of the gradient [°]")
-    palette = color_of(frame["policy"])
-    for policy, rows in frame.groupby("policy", sort=False):
+    for policy, color, rows in colored(frame, "policy", color_of(frame["policy"])):
         angles = rows["gradient_rotation"], rows["update_rotation"]
-        right.plot(*angles, "o", color=palette[str(policy)], label=plain(policy), alpha=0.8)
+        right.plot(*angles, "o", color=color, label=plain(policy), alpha=0.8)
     right.axline((0, 0), slope=1, color=GRAY, linewidth=0.8, linestyle="--")
     right.set(xlabel="angle of the gradient [°]", ylabel="angle of the optimizer's step [°]")
     right.set(xlim=(0, None), ylim=(0, None))
-    legend(figure, [right])
+    legend(figure)
 
 
 @plot(not_from_runs, "outcome", "effect", "removal")
@@ -91,10 +90,8 @@ def removal(figure: Picture, frame: pd.DataFrame) -> None:
 
     Frame: `outcome`; `effect`, what was computed of a token; `removal`, how much less the outcome changed without it. One unit.
     """
-    outcomes = list(dict.fromkeys(frame["outcome"]))
-    axes = figure.panels(len(outcomes), 2.2, across=3)
-    for axis, outcome in zip(axes, outcomes, strict=True):
-        rows = frame[frame["outcome"] == outcome].dropna(subset=["effect", "removal"])
+    for axis, outcome, every in figure.panels_by(frame, "outcome", 2.2, across=3):
+        rows = every.dropna(subset=["effect", "removal"])
         axis.axline((0, 0), slope=1, color=GRAY, linewidth=0.9, linestyle="--", label="equal")
         sns.scatterplot(
             rows, x="removal", y="effect", color=colors()[0], s=12, linewidth=0, alpha=0.7, ax=axis
@@ -103,7 +100,7 @@ def removal(figure: Picture, frame: pd.DataFrame) -> None:
         unit = f" [{rows['unit'].iloc[0]}]" if "unit" in rows and len(rows) else ""
         titled(axis, f"{outcome}{unit}: rank correlation {rank:.2f}, n = {len(rows)}")
         axis.set(xlabel="measured by removal", ylabel="effect")
-    legend(figure, axes)
+    legend(figure)
 
 
 def paired_dots(verdict: Verdict) -> Figure:

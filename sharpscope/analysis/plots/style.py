@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -117,6 +117,14 @@ class Picture(Figure):
             unused.remove()
         return list(axes[:count])
 
+    def panels_by(
+        self, frame: pd.DataFrame, column: str, height: float, across: int = 2, sharey: bool = False
+    ) -> list[tuple[Axes, str, pd.DataFrame]]:
+        """A panel for each value of a column, with the value and its rows, in the order of the frame; see `panels`."""
+        groups = frame.groupby(column, sort=False)
+        axes = self.panels(groups.ngroups, height, across, sharey)
+        return [(axis, str(name), rows) for axis, (name, rows) in zip(axes, groups, strict=True)]
+
     def _repr_png_(self) -> bytes:
         """The figure as PNG."""
         png = BytesIO()
@@ -149,13 +157,21 @@ def color_of(labels: Iterable[object]) -> dict[str, str]:
     return {name: palette[n % len(palette)] for n, name in enumerate(names)}
 
 
-def legend(figure: Figure, axes: Sequence[Axes]) -> None:
-    """A legend above the figure that names each label of `axes` once, and folded labels of the y axes."""
+def colored(
+    frame: pd.DataFrame, column: str, palette: Mapping[str, str]
+) -> Iterator[tuple[str, str, pd.DataFrame]]:
+    """Each value of a column in the order of the frame, its color, and its rows."""
+    for name, rows in frame.groupby(column, sort=False):
+        yield str(name), palette[str(name)], rows
+
+
+def legend(figure: Figure) -> None:
+    """A legend above the figure that names each label once, and folded labels of the y axes."""
     found: dict[str, Artist] = {}
-    for axis in axes:
+    for axis in figure.axes:
         axis.set_ylabel(fill(axis.get_ylabel(), 30))
         handles, labels = axis.get_legend_handles_labels()
-        found.update((str(label), one) for label, one in zip(labels, handles, strict=True))
+        found.update(zip(map(str, labels), handles, strict=True))
         if (own := axis.get_legend()) is not None:
             own.remove()
     if not found:

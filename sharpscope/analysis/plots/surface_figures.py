@@ -6,9 +6,10 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
+from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.measures import split_of
 from sharpscope.analysis.plots.registry import plot
-from sharpscope.analysis.plots.style import GRAY, Picture, color_of, legend, plain
+from sharpscope.analysis.plots.style import GRAY, Picture, color_of, colored, legend, plain
 from sharpscope.traces import Runs
 
 SMOOTH = 0.012
@@ -29,7 +30,7 @@ def spectrum_frame(runs: Runs) -> pd.DataFrame:
     """A spectral density of the Hessian (`probes.preset` full)."""
     rows = probe_frame(runs, runs[0].probes["quantity"].eq("density"))
     edges = probe_frame(runs, runs[0].probes["quantity"].isin(EXTREMES))
-    parts = [pd.DataFrame(columns=["functional", "step", "kind", "eigenvalue", "density"])]
+    parts = []
     for step, nodes in rows.groupby("step"):
         values = nodes["rho"].to_numpy(float)
         spread = 0.08 * float(np.ptp(values))
@@ -39,7 +40,7 @@ def spectrum_frame(runs: Runs) -> pd.DataFrame:
         ends = edges.loc[edges["step"] == step, "value"].to_numpy(float)
         both = pd.concat([made, pd.DataFrame({"eigenvalue": ends}).assign(kind="extreme")])
         parts.append(both.assign(step=step, functional=nodes["functional"].iloc[0]))
-    return pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
+    return stacked(parts, ["functional", "step", "kind", "eigenvalue", "density"])
 
 
 def by_checkpoint(frame: pd.DataFrame) -> pd.DataFrame:
@@ -67,9 +68,8 @@ def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
     (axis,) = figure.panels(1, 2.3)
     whole = by_checkpoint(frame)
     whole = whole if "kind" in whole else whole.assign(kind="density")
-    palette = color_of(whole["checkpoint"])
-    for name, rows in whole.groupby("checkpoint", sort=False):
-        color, line = palette[str(name)], rows[rows["kind"] == "density"]
+    for name, color, rows in colored(whole, "checkpoint", color_of(whole["checkpoint"])):
+        line = rows[rows["kind"] == "density"]
         axis.plot(line["eigenvalue"], line["density"], color=color, label=plain(name))
         if "low" in line:
             band = line["eigenvalue"], line["low"], line["high"]
@@ -79,7 +79,7 @@ def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
     axis.set(yscale="log", ylim=(1e-7 * float(frame["density"].max()), None))
     named = plain(frame["functional"].iloc[0]) if "functional" in frame else "the loss"
     axis.set(xlabel=f"eigenvalue of the Hessian of {named}", ylabel="spectral density")
-    legend(figure, [axis])
+    legend(figure)
 
 
 DIRECTIONS = {
@@ -105,18 +105,16 @@ def slices(figure: Picture, frame: pd.DataFrame) -> None:
 
     A frame may have `checkpoint` or `step`, `std_error` (a band of ± 1.96) and `trained` (where training has been, a thick line).
     """
-    directions = list(dict.fromkeys(frame["direction"]))
-    axes = figure.panels(len(directions), 1.9, across=4, sharey=True)
     whole = by_checkpoint(frame)
     palette = color_of(whole["checkpoint"])
-    for axis, direction in zip(axes, directions, strict=True):
-        here = whole[whole["direction"] == direction]
-        for name, rows in here.groupby("checkpoint", sort=False):
-            line, color = rows.sort_values("distance"), palette[str(name)]
+    for axis, direction, here in figure.panels_by(whole, "direction", 1.9, across=4, sharey=True):
+        for name, color, rows in colored(here, "checkpoint", palette):
+            line = rows.sort_values("distance")
             axis.plot(line["distance"], line["loss"], color=color, marker=".", label=plain(name))
             if "std_error" in line:
-                ends = (line["loss"] + sign * 1.96 * line["std_error"] for sign in (-1, 1))
-                axis.fill_between(line["distance"], *ends, color=color, alpha=0.2, linewidth=0)
+                half = 1.96 * line["std_error"]
+                band = line["distance"], line["loss"] - half, line["loss"] + half
+                axis.fill_between(*band, color=color, alpha=0.2, linewidth=0)
             if "trained" in line:
                 been = line[line["trained"].astype(bool)]
                 axis.plot(been["distance"], been["loss"], color=color, linewidth=3)
@@ -125,8 +123,8 @@ def slices(figure: Picture, frame: pd.DataFrame) -> None:
         axis.xaxis.set_major_locator(MaxNLocator(3))
         axis.set_xlabel("distance [L2 norm]")
     named = plain(frame["functional"].iloc[0]) if "functional" in frame else "nats"
-    axes[0].set_ylabel(f"loss ({named})")
-    legend(figure, axes)
+    figure.axes[0].set_ylabel(f"loss ({named})")
+    legend(figure)
 
 
 def plane_frame(_: Runs) -> pd.DataFrame:

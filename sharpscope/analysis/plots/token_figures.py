@@ -11,11 +11,13 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.plots.registry import not_from_runs, plot
 from sharpscope.analysis.plots.style import (
     GRAY,
     Picture,
     color_of,
+    colored,
     colors,
     diverging,
     inches,
@@ -64,8 +66,7 @@ def token_columns(runs: Runs, columns: Sequence[str], required: Sequence[str]) -
         for run in runs
         for part in run.iter_tokens(columns=columns, required=required)
     ]
-    empty = pd.DataFrame(columns=["setting", *columns])
-    return pd.concat(pieces, ignore_index=True) if pieces else empty
+    return stacked(pieces, ["setting", *columns])
 
 
 # -- Gradient norm against probability
@@ -103,12 +104,10 @@ def gradient_norm(figure: Picture, frame: pd.DataFrame) -> None:
     Over the logits the band is the exact bound, 1 − π to √2·(1 − π); over all parameters it is 1 − π times the 5 % and the 95 %
     quantile of the tokens' ratios.
     """
-    kinds = list(dict.fromkeys(frame["over"]))
-    axes = figure.panels(len(kinds), 2.3)
     one = frame["setting"].nunique() < 2 if "setting" in frame else True
-    for axis, kind in zip(axes, kinds, strict=True):
-        rows = frame[frame["over"] == kind].sort_values("probability")
-        ends = [rows["probability"], rows["low"], rows["high"]]
+    for axis, kind, tokens in figure.panels_by(frame, "over", 2.3):
+        rows = tokens.sort_values("probability")
+        ends = rows["probability"], rows["low"], rows["high"]
         bound = "bound: 1 − π to √2·(1 − π)" if "logits" in kind else "1 − π, times 5 % to 95 %"
         axis.fill_between(*ends, color=GRAY, alpha=0.35, linewidth=0, label=bound)
         sns.scatterplot(
@@ -125,7 +124,7 @@ def gradient_norm(figure: Picture, frame: pd.DataFrame) -> None:
         )
         axis.set(xlabel="probability π of the token", ylabel=f"gradient norm {kind} [L2]")
         axis.set(xlim=(-0.02, 1.02), ylim=(0, None))
-    legend(figure, axes)
+    legend(figure)
 
 
 # -- Concentration
@@ -155,8 +154,7 @@ def lorenz_frame(runs: Runs) -> pd.DataFrame:
                 curve = held_by_largest(rows["size"].to_numpy(), inverse_inclusion(rows), GRID)
                 values = {"tokens": GRID, "gradient": curve}
                 parts.append(pd.DataFrame(values).assign(run=name, step=step, measure=measure))
-    columns = ["run", "step", "measure", "tokens", "gradient"]
-    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
+    return stacked(parts, ["run", "step", "measure", "tokens", "gradient"])
 
 
 @plot(lorenz_frame, "run", "step", "tokens", "gradient", "measure")
@@ -166,11 +164,10 @@ def lorenz(figure: Picture, frame: pd.DataFrame) -> None:
     A line is the mean over the steps of a run, its band the range over them; a straight diagonal would be equal tokens.
     """
     (axis,) = figure.panels(1, 2.5)
-    palette = color_of(frame["run"])
-    for at, (run, rows) in enumerate(frame.groupby("run", sort=False)):
+    for at, (run, color, rows) in enumerate(colored(frame, "run", color_of(frame["run"]))):
         table = rows.pivot(index="tokens", columns="step", values="gradient")
         table = table[table.index > 0]
-        mean, color = table.mean(axis=1), palette[str(run)]
+        mean = table.mean(axis=1)
         axis.plot(table.index, mean, color=color, label=plain(run))
         ends = table.min(axis=1), table.max(axis=1)
         axis.fill_between(table.index, *ends, color=color, alpha=0.18, linewidth=0)
@@ -186,10 +183,13 @@ def lorenz(figure: Picture, frame: pd.DataFrame) -> None:
     axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
     axis.yaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
     axis.set(xlabel="share of the tokens, the largest first", ylabel="share of the gradient")
-    legend(figure, [axis])
+    legend(figure)
 
 
 # -- Weights
+
+
+WEIGHTS = ("setting", "axis", "x", "width", "weight", "low", "high", "tokens", "gradient")
 
 
 def weight_frame(runs: Runs) -> pd.DataFrame:
@@ -205,8 +205,7 @@ def weight_frame(runs: Runs) -> pd.DataFrame:
             x = rows["logit"].to_numpy(float)
             x = np.exp(rows["logp"].to_numpy(float)) if axis == "probability" else x
             parts.append(binned_weights(x, weight, mass).assign(axis=axis, setting=setting))
-    columns = ["setting", "axis", "x", "width", "weight", "low", "high", "tokens", "gradient"]
-    return pd.concat(parts, ignore_index=True)[columns] if parts else pd.DataFrame(columns=columns)
+    return stacked(parts, WEIGHTS)
 
 
 def binned_weights(x: np.ndarray, weight: np.ndarray, mass: np.ndarray) -> pd.DataFrame:
@@ -229,7 +228,7 @@ def binned_weights(x: np.ndarray, weight: np.ndarray, mass: np.ndarray) -> pd.Da
     )
 
 
-@plot(weight_frame, "setting", "axis", "x", "width", "weight", "low", "high", "tokens", "gradient")
+@plot(weight_frame, *WEIGHTS)
 def weights(figure: Picture, frame: pd.DataFrame) -> None:
     """Token weights against probability and logit, above where the tokens are and where the gradient is.
 
@@ -240,20 +239,19 @@ def weights(figure: Picture, frame: pd.DataFrame) -> None:
     palette = color_of(frame["setting"])
     for column, kind in enumerate(("probability", "logit")):
         above, below = axes[:, column]
-        for setting, rows in frame[frame["axis"] == kind].groupby("setting", sort=False):
-            look = {"color": palette[str(setting)]}
-            above.plot(rows["x"], rows["weight"], label=plain(setting), **look)
+        for setting, color, rows in colored(frame[frame["axis"] == kind], "setting", palette):
+            above.plot(rows["x"], rows["weight"], label=plain(setting), color=color)
             ends = rows["low"], rows["high"]
-            above.fill_between(rows["x"], *ends, alpha=0.18, linewidth=0, **look)
+            above.fill_between(rows["x"], *ends, color=color, alpha=0.18, linewidth=0)
             for share, line in (("tokens", "-"), ("gradient", "--")):
-                below.step(rows["x"], rows[share], where="mid", linestyle=line, **look)
+                below.step(rows["x"], rows[share], where="mid", linestyle=line, color=color)
         below.set_xlabel("probability π of the token" if column == 0 else "logit of the token")
         below.yaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
     for line, text in (("-", "tokens"), ("--", "gradient")):
         axes[1, 0].plot([], [], color=GRAY, linestyle=line, label=f"share of the {text}")
     axes[0, 0].set_ylabel("token weight")
     axes[1, 0].set_ylabel("share")
-    legend(figure, [axes[0, 0], axes[1, 0]])
+    legend(figure)
 
 
 @plot(not_from_runs, "method", "axis", "x", "weight")
@@ -262,10 +260,10 @@ def weight_functions(figure: Picture, frame: pd.DataFrame) -> None:
     axes = figure.panels(2, 2.2)
     palette = color_of(frame["method"])
     for axis, name in zip(axes, ("logit", "probability"), strict=True):
-        for method, part in frame[frame["axis"] == name].groupby("method", sort=False):
-            axis.plot(part["x"], part["weight"], color=palette[str(method)], label=plain(method))
+        for method, color, part in colored(frame[frame["axis"] == name], "method", palette):
+            axis.plot(part["x"], part["weight"], color=color, label=plain(method))
         axis.set(xlabel=f"{name} of the token", ylabel="token weight")
-    legend(figure, axes)
+    legend(figure)
 
 
 # -- Distributions over training
@@ -292,9 +290,8 @@ def distribution_frame(runs: Runs, column: str = "weight") -> pd.DataFrame:
 def distribution(figure: Picture, frame: pd.DataFrame) -> None:
     """How a token quantity is distributed at steps of training, as violins with quartiles (choice: `column`)."""
     (axis,) = figure.panels(1, 2.5)
-    name, log = DISTRIBUTIONS.get(
-        str(frame["quantity"].iloc[0]), (str(frame["quantity"][0]), False)
-    )
+    quantity = str(frame["quantity"].iloc[0])
+    name, log = DISTRIBUTIONS.get(quantity, (quantity, False))
     several = frame["setting"].nunique() > 1
     sns.violinplot(
         frame,
@@ -311,7 +308,7 @@ def distribution(figure: Picture, frame: pd.DataFrame) -> None:
         ax=axis,
     )
     axis.set(xlabel="step", ylabel=name)
-    legend(figure, [axis])
+    legend(figure)
 
 
 # -- Heat map of tokens and steps

@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from sharpscope.analysis.curves import study_values
+from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.headline import layer_norms
 from sharpscope.analysis.measures import STEPS, sharpness_rows
 from sharpscope.analysis.pairs import compare_runs
@@ -22,6 +23,7 @@ from sharpscope.analysis.plots.style import (
     GRAY,
     Picture,
     color_of,
+    colored,
     colors,
     inches,
     legend,
@@ -47,6 +49,9 @@ TRAJECTORIES = (
 """What `trajectories` shows; of the accuracies the first that was measured."""
 LOGGED = 12
 """Quantities of a log that are shown: those with a finding first; what never varies is left out."""
+SIDES = ["baseline", "treatment"]
+ENDS = ["difference", "low", "high"]
+"""Columns of `compare_runs`."""
 PAIRED = ("reward_mean", "grad_norm", "entropy_mean", "completion_length_mean", "kl_step")
 
 
@@ -65,8 +70,8 @@ def ends(values: Sequence[float]) -> tuple[float, float]:
 
 def mean_lines(axis: Axes, frame: pd.DataFrame, by: str, palette: dict[str, str]) -> None:
     """For each value of `by` the mean over seeds by step with its interval; of fewer than FEWEST seeds each as a thin line."""
-    for label, rows in frame.groupby(by, sort=False):
-        color, seeds = palette[str(label)], rows["seed"].nunique()
+    for label, color, rows in colored(frame, by, palette):
+        seeds = rows["seed"].nunique()
         if 1 < seeds < FEWEST:
             for _, one in rows.groupby("seed"):
                 axis.plot(one["step"], one["value"], color=color, linewidth=0.5, alpha=0.5)
@@ -79,7 +84,7 @@ def mean_lines(axis: Axes, frame: pd.DataFrame, by: str, palette: dict[str, str]
             err_kws={"alpha": 0.18, "linewidth": 0},
             marker="o" if rows["step"].nunique() <= 12 else None,
             markeredgewidth=0,
-            label=setting_text(method_label(str(label))),
+            label=setting_text(method_label(label)),
             ax=axis,
         )
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
@@ -89,29 +94,26 @@ def mean_lines(axis: Axes, frame: pd.DataFrame, by: str, palette: dict[str, str]
 def trajectory_frame(runs: Runs) -> pd.DataFrame:
     """Runs of at least two steps."""
     study = largest_study(runs)
-    values = study_values(study.only(two_settings(study, None, None)))
-    values = values.dropna(subset=["value"])
-    there = list(dict.fromkeys(values["quantity"]))
-    accuracy = [name for name in TRAJECTORIES[2:] if name in there][:1]
-    shown = [name for name in (*TRAJECTORIES[:2], *accuracy) if name in there]
-    kept = values[values["quantity"].isin(shown)]
-    return kept[["setting", "seed", "step", "quantity", "value"]].reset_index(drop=True)
+    values = study_values(study.only(two_settings(study))).dropna(subset=["value"])
+    there = set(values["quantity"])
+    accuracies = [name for name in TRAJECTORIES[2:] if name in there]
+    shown = values["quantity"].isin([*TRAJECTORIES[:2], *accuracies[:1]])
+    columns = ["setting", "seed", "step", "quantity", "value"]
+    return values.loc[shown, columns].reset_index(drop=True)
 
 
 @plot(trajectory_frame, "setting", "seed", "step", "quantity", "value")
 def trajectories(figure: Picture, frame: pd.DataFrame) -> None:
     """Gradient norm, reward and held-out accuracy over training for each setting, with 95 % intervals over seeds."""
-    quantities = list(dict.fromkeys(frame["quantity"]))
-    axes = figure.panels(len(quantities), 1.9, across=3)
     palette = color_of(frame["setting"])
-    for axis, quantity in zip(axes, quantities, strict=True):
-        mean_lines(axis, frame[frame["quantity"] == quantity], "setting", palette)
+    for axis, quantity, rows in figure.panels_by(frame, "quantity", 1.9, across=3):
+        mean_lines(axis, rows, "setting", palette)
         if quantity == STEPS["grad_norm"].name:
-            positive = frame["value"][(frame["quantity"] == quantity) & (frame["value"] > 0)]
-            axis.set_ylim(bottom=0.8 * positive.quantile(0.005))
+            positive = rows.loc[rows["value"] > 0, "value"]
+            axis.set_ylim(bottom=0.8 * float(positive.quantile(0.005)))
             log_axis(axis)
         titled(axis, quantity)
-    legend(figure, axes)
+    legend(figure)
 
 
 # -- Settings against a baseline
@@ -121,9 +123,7 @@ def compared(runs: Runs, labels: Sequence[str] | None = None) -> pd.DataFrame:
     """`compare_runs` of the largest study, or of these settings of it, the first as the baseline."""
     study = largest_study(runs)
     chosen = study if labels is None else study.only(labels)
-    names = {id(run): name for name, run in study.runs.items()}
-    pairs = {names[id(run)]: run for _, _, run in chosen.each()}
-    return compare_runs(pairs, labels[0] if labels else None)
+    return compare_runs([run for _, _, run in chosen.each()], labels[0] if labels else None)
 
 
 def intervals(axis: Axes, names: Sequence[str], frame: pd.DataFrame) -> None:
@@ -146,14 +146,16 @@ def ablation_frame(runs: Runs) -> pd.DataFrame:
     """Runs of two methods that share a seed, with a held-out accuracy."""
     rows = compared(runs)
     rows = rows[rows["quantity"].str.match(r"held-out accuracy, (greedy|T)")]
-    rows = rows[rows["quantity"] == sorted(rows["quantity"], key=lambda n: "greedy" not in n)[0]]
-    another = rows["treatment"].str.partition(" (")[0] != rows["baseline"].str.partition(" (")[0]
+    first = min(rows["quantity"], key=lambda name: "greedy" not in name, default="")
+    rows = rows[rows["quantity"] == first]
+    baseline, treatment = (rows[name].str.split(" (", regex=False) for name in SIDES)
+    another = treatment.str[0] != baseline.str[0]
     rows = rows[another] if another.any() else rows
-    points = {name: 100 * rows[name].astype(float) for name in ("difference", "low", "high")}
-    return rows[["baseline", "treatment", "quantity", "n"]].assign(**points).reset_index(drop=True)
+    points = 100 * rows[ENDS].astype(float)
+    return rows[[*SIDES, "quantity", "n"]].join(points).reset_index(drop=True)
 
 
-@plot(ablation_frame, "baseline", "treatment", "quantity", "n", "difference", "low", "high")
+@plot(ablation_frame, *SIDES, "quantity", "n", *ENDS)
 def ablation(figure: Picture, frame: pd.DataFrame) -> None:
     """Held-out accuracy of each weighting less that of plain GRPO, paired by seed, with 95 % intervals over seeds."""
     shown = frame.sort_values("difference", ascending=False)
@@ -162,7 +164,7 @@ def ablation(figure: Picture, frame: pd.DataFrame) -> None:
     intervals(axis, list(labels + " (" + shown["n"].astype(str) + " seeds)"), shown)
     quantity, baseline = shown.iloc[0][["quantity", "baseline"]]
     axis.set_xlabel(f"{plain(quantity)}, less {plain(baseline)} [points]", loc="right")
-    legend(figure, [axis])
+    legend(figure)
 
 
 PEOPLE = ["setting", "seed", "when", "level", "temperature", "accuracy"]
@@ -170,20 +172,18 @@ PEOPLE = ["setting", "seed", "when", "level", "temperature", "accuracy"]
 
 def people_frame(runs: Runs) -> pd.DataFrame:
     """Evaluations at several levels, such as numbers of people."""
-    study = largest_study(runs)
-    parts = [pd.DataFrame(columns=PEOPLE)]
-    for label, seed, run in study.only(two_settings(study, None, None)).each():
+    study, parts = largest_study(runs), []
+    for label, seed, run in study.only(two_settings(study)).each():
         rows = run.eval[run.eval["level"].str.fullmatch(r"\d+") & (run.eval["split"] != "train")]
         rows = rows[rows["temperature"] == rows["temperature"].min()]
         for when, step in (("before", rows["step"].min()), ("after", rows["step"].max())):
-            chosen = rows[rows["step"] == step].assign(setting=label, seed=seed, when=when)
-            parts.append(chosen[PEOPLE])
-    frame = pd.concat([part for part in parts if len(part)] or parts, ignore_index=True)
-    frame = frame.astype({"level": int, "accuracy": float})
+            chosen = rows[rows["step"] == step]
+            parts.append(chosen.assign(setting=label, seed=seed, when=when))
+    frame = stacked(parts, PEOPLE).astype({"level": int, "accuracy": float})
     return frame if frame["level"].nunique() > 1 else frame[:0]
 
 
-@plot(people_frame, "setting", "seed", "when", "level", "accuracy")
+@plot(people_frame, *PEOPLE)
 def people(figure: Picture, frame: pd.DataFrame) -> None:
     """Accuracy by the number of people of a puzzle (the level of a task): before training, and after it for each setting."""
     (axis,) = figure.panels(1, 2.4)
@@ -204,7 +204,7 @@ def people(figure: Picture, frame: pd.DataFrame) -> None:
         ax=axis,
     )
     axis.set(xlabel="people in a puzzle (level of the task)", ylabel="accuracy [%]", ylim=(0, None))
-    legend(figure, [axis])
+    legend(figure)
 
 
 # -- Two settings against each other
@@ -226,7 +226,9 @@ def paired_frame(
     return frame[varied].assign(baseline=first, treatment=second).reset_index(drop=True)
 
 
-def two_settings(study: Study, baseline: str | None, treatment: str | None) -> tuple[str, str]:
+def two_settings(
+    study: Study, baseline: str | None = None, treatment: str | None = None
+) -> tuple[str, str]:
     """Labels of the settings to compare: those asked for, or plain GRPO and GRPO-SG, or others with the most seeds in common."""
     ranked = sorted(study.settings, key=lambda one: (one.method != "grpo", -len(one.runs)))
     first = baseline or ranked[0].label
@@ -245,16 +247,18 @@ def two_settings(study: Study, baseline: str | None, treatment: str | None) -> t
 @plot(paired_frame, "quantity", "seed", "step", "value", "baseline", "treatment")
 def paired(figure: Picture, frame: pd.DataFrame) -> None:
     """Differences of two settings over training, paired by seed: thin a pair, thick the mean, the band its 95 % interval."""
-    quantities = list(dict.fromkeys(frame["quantity"]))
-    axes = figure.panels(len(quantities), 1.6)
-    first, second = (method_label(str(frame[n].iloc[0])) for n in ("baseline", "treatment"))
-    label = setting_text(f"{second} − {first}")
-    for axis, quantity in zip(axes, quantities, strict=True):
-        rows = frame[frame["quantity"] == quantity].assign(setting=label)
+    label = difference_text(frame)
+    for axis, quantity, rows in figure.panels_by(frame, "quantity", 1.6):
         axis.axhline(0, color=GRAY, linewidth=0.9)
-        mean_lines(axis, rows, "setting", {label: colors()[0]})
+        mean_lines(axis, rows.assign(setting=label), "setting", {label: colors()[0]})
         titled(axis, quantity)
-    legend(figure, axes)
+    legend(figure)
+
+
+def difference_text(frame: pd.DataFrame) -> str:
+    """`treatment − baseline` of a frame of one pair of settings."""
+    names = [method_label(str(frame[side].iloc[0])) for side in reversed(SIDES)]
+    return setting_text(" − ".join(names))
 
 
 def forest_frame(
@@ -263,58 +267,51 @@ def forest_frame(
     """Runs of two settings that share a seed (choices: `baseline`, `treatment`)."""
     rows = compared(runs, two_settings(largest_study(runs), baseline, treatment))
     share = rows["unit"] == "share"
-    scale = np.where(share, 1.0, 1 / rows["baseline_value"].abs().replace(0.0, np.nan))
-    made = {name: 100 * rows[name].astype(float) * scale for name in ("difference", "low", "high")}
-    kept = rows[["baseline", "treatment", "quantity", "n"]].assign(**made)
+    scale = rows["baseline_value"].abs().replace(0.0, np.nan).where(~share, 1.0)
+    kept = rows[[*SIDES, "quantity", "n"]].join(100 * rows[ENDS].astype(float).div(scale, axis=0))
     kept["unit"] = share.map({True: "points", False: "% of the baseline"})
     return kept.dropna(subset=["difference"]).reset_index(drop=True)
 
 
-@plot(forest_frame, "quantity", "difference", "low", "high", "unit", "n", "baseline", "treatment")
+@plot(forest_frame, "quantity", *ENDS, "unit", "n", *SIDES)
 def forest(figure: Picture, frame: pd.DataFrame) -> None:
     """All quantities that two settings differ in, with 95 % intervals: shares in points, others in percent of the baseline."""
-    units = sorted(set(frame["unit"]), reverse=True)
-    rows = [frame[frame["unit"] == unit] for unit in units]
-    axes = figure.panels(len(units), 0.7 + 0.2 * max(map(len, rows)), across=1)
-    for axis, unit, part in zip(axes, units, rows, strict=True):
-        intervals(axis, list(part["quantity"]), part)
+    ordered = frame.sort_values("unit", ascending=False, kind="stable")
+    height = 0.7 + 0.2 * int(frame["unit"].value_counts().max())
+    for axis, unit, rows in figure.panels_by(ordered, "unit", height, across=1):
+        intervals(axis, list(rows["quantity"]), rows)
         axis.set_xlabel(f"difference [{unit}]", loc="right")
-    row = frame.iloc[0]
-    names = [method_label(str(row[which])) for which in ("treatment", "baseline")]
-    title = f"{setting_text(' − '.join(names))}, pairs: {frame['n'].max()}"
-    axes[0].set_title(title, loc="right")
-    legend(figure, axes)
+    title = f"{difference_text(frame)}, pairs: {frame['n'].max()}"
+    figure.axes[0].set_title(title, loc="right")
+    legend(figure)
 
 
 # -- Sharpness over training
+
+
+SHARPNESS = ("setting", "seed", "measure", "step", "value", "half", "saturated")
 
 
 def sharpness_frame(runs: Runs) -> pd.DataFrame:
     """Measures of sharpness at two steps or more (`probes.preset`)."""
     parts = []
     for label, seed, run in largest_study(runs).each():
-        rows = sharpness_rows(run)[["measure", "step", "value", "half", "saturation"]]
-        parts.append(rows.assign(setting=label, seed=seed))
-    columns = ["setting", "seed", "measure", "step", "value", "half", "saturated"]
-    if not parts:
-        return pd.DataFrame(columns=columns)
-    frame = pd.concat(parts, ignore_index=True)
-    frame = frame.assign(saturated=frame["saturation"].astype(float) > MAX_SATURATION)
+        rows = sharpness_rows(run)
+        saturated = rows["saturation"].astype(float) > MAX_SATURATION
+        parts.append(rows.assign(setting=label, seed=seed, saturated=saturated))
+    frame = stacked(parts, SHARPNESS)
     steps = frame.groupby("measure")["step"].transform("nunique")
-    return frame.loc[steps > 1, columns].reset_index(drop=True)
+    return frame[steps > 1].reset_index(drop=True)
 
 
-@plot(sharpness_frame, "setting", "seed", "measure", "step", "value", "half", "saturated")
+@plot(sharpness_frame, *SHARPNESS)
 def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
     """Sharpness over training with 95 % intervals: over seeds from four on, else over prompts; hollow points are saturated."""
-    measures = list(dict.fromkeys(frame["measure"]))[:6]
-    axes = figure.panels(len(measures), 1.9)
+    shown = frame[frame["measure"].isin(frame["measure"].unique()[:6])]
     palette = color_of(frame["setting"])
-    for axis, measure in zip(axes, measures, strict=True):
-        rows = frame[frame["measure"] == measure]
+    for axis, measure, rows in figure.panels_by(shown, "measure", 1.9):
         mean_lines(axis, rows, "setting", palette)
-        for setting, part in rows.groupby("setting", sort=False):
-            color = palette[str(setting)]
+        for _, color, part in colored(rows, "setting", palette):
             if part["seed"].nunique() == 1:
                 bars = part["half"].fillna(0.0)
                 axis.errorbar(part["step"], part["value"], bars, color=color, capsize=2)
@@ -324,7 +321,7 @@ def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
             points = full["step"], full["value"]
             axis.plot(*points, "o", mfc=page, mec=GRAY, ms=6, label="saturated")
         titled(axis, measure)
-    legend(figure, axes)
+    legend(figure)
 
 
 # -- Layers
@@ -334,8 +331,7 @@ def layer_step_frame(runs: Runs) -> pd.DataFrame:
     """Gradient norms by layer (`updates.grad_norm_by_layer`) at two steps or more."""
     table = layer_norms(runs[0])
     layer = table["group"].astype(str).str.extract(r"^(\d+)\.")[0].fillna(table["group"])
-    table = table.assign(layer=layer)
-    table = table.assign(square=table["grad_norm"] ** 2)
+    table = table.assign(layer=layer, square=table["grad_norm"] ** 2)
     updates = table.groupby(["layer", "step", "update"], sort=False)["square"].sum() ** 0.5
     norms = updates.groupby(["layer", "step"], sort=False).max().rename("grad_norm").reset_index()
     typical = norms.groupby("layer")["grad_norm"].transform("median")
@@ -358,7 +354,7 @@ def layer_steps(figure: Picture, frame: pd.DataFrame) -> None:
 
 # -- A diagnosed log
 
-LOG_COLUMNS = ("quantity", "log", "step", "value", "onset", "finding")
+LOG_COLUMNS = ("step", "value", "quantity", "log", "onset", "finding")
 
 
 def log_frame(file: Path, run: str | None = None) -> pd.DataFrame:
@@ -374,19 +370,16 @@ def log_frame(file: Path, run: str | None = None) -> pd.DataFrame:
         values = {"step": series.index, "value": series.to_numpy(float)}
         part = pd.DataFrame(values).assign(quantity=BY_NAME[name].title, log=BY_NAME[name].log)
         parts.append(part.assign(onset=onset, finding=title))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(LOG_COLUMNS))
+    return stacked(parts, LOG_COLUMNS)
 
 
 @plot(log_frame, *LOG_COLUMNS, log=True)
 def log(figure: Picture, frame: pd.DataFrame) -> None:
     """A training log as small multiples, with the step at which each finding of `sharpscope diagnose` begins."""
-    quantities = list(dict.fromkeys(frame["quantity"]))
-    axes = figure.panels(len(quantities), 1.5, across=3)
-    for axis, quantity in zip(axes, quantities, strict=True):
-        rows = frame[frame["quantity"] == quantity]
+    for axis, quantity, rows in figure.panels_by(frame, "quantity", 1.5, across=3):
         axis.plot(rows["step"], rows["value"], color=colors()[0], linewidth=1.1)
         onset, finding = rows["onset"].iloc[0], rows["finding"].iloc[0]
-        title, color = str(quantity), ""
+        title, color = quantity, ""
         if np.isfinite(onset):
             color = colors()[3]
             axis.axvline(onset, color=color, linewidth=1.2)
