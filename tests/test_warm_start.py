@@ -10,10 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from sharpscope.errors import UserError
-from sharpscope.policy import embedded_policy
-from sharpscope.tasks import KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task
-from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl, truth
 from experiments.warm_start import demonstrations as room
 from experiments.warm_start import pretraining, warm_start
 from experiments.warm_start.__main__ import main
@@ -25,6 +21,10 @@ from experiments.warm_start.pretraining import (
     settings_of,
     tokenized,
 )
+from sharpscope.errors import UserError
+from sharpscope.policy import embedded_policy
+from sharpscope.tasks import KnightsKnavesSpec, MathSpec, ToolQaSpec, make_task
+from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl, truth
 from tests.loops import some
 from tests.models import tiny_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import unicodedata
 from dataclasses import asdict
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 import pandas as pd
@@ -123,7 +123,7 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
 
 def _largest(
     run: Run, step: int, tokens: pd.DataFrame, top: int
-) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+) -> tuple[pd.DataFrame, list[dict[str, object]]]:
     """The tokens with the largest |effect|, as shown and as numbers.
 
     Equal ones (text, direction, outcome and prompt) are one row with the sum of their effects.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -101,19 +100,20 @@ def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
     maker = piece_maker(run)
     tokens = run.tokens(steps=[step], columns=["rollout", "position", "token_id"])
     tokens = tokens[tokens["rollout"].isin(chosen["rollout"])].sort_values("position")
-    words: dict[int, pd.Series] = {}
+    words: dict[int, tuple[list[int], list[str]]] = {}
     for rollout, rows in tokens.groupby("rollout"):
         ids = list(map(int, rows["token_id"]))
-        texts = [f"⟨{one}⟩" for one in ids] if maker is None else maker(ids)
-        words[int(str(rollout))] = pd.Series(texts, rows["position"])
+        pieces = [f"⟨{one}⟩" for one in ids] if maker is None else maker(ids)
+        words[int(str(rollout))] = list(rows["position"]), pieces
     result = []
     for row in chosen.to_dict("records"):
         rollout, position = int(row["rollout"]), int(row["position"])
-        texts, at = words[rollout], words[rollout].index.get_loc(position)
+        positions, texts = words[rollout]
+        at = positions.index(position)
         marked = Marked(
-            before="".join(texts.iloc[max(0, at - AROUND) : at])[-WIDTH:],
-            token=texts.iloc[at][:WIDTH],
-            after="".join(texts.iloc[at + 1 : at + 1 + AROUND])[:WIDTH],
+            before="".join(texts[max(0, at - AROUND) : at])[-WIDTH:],
+            token=texts[at][:WIDTH],
+            after="".join(texts[at + 1 : at + 1 + AROUND])[:WIDTH],
             direction=_direction(row),
             run=run.name,
             step=step,
@@ -124,7 +124,7 @@ def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
     return result
 
 
-def _direction(row: dict[Any, Any]) -> int:
+def _direction(row: Mapping[Hashable, float]) -> int:
     """1 if the loss makes the token more likely, -1 if less likely: the sign of -dL/d ln π, or else of the advantage."""
     coefficient = float(row.get("loss_coef", math.nan) or 0.0)
     advantage = float(row.get("advantage", math.nan) or 0.0)
@@ -380,10 +380,10 @@ def layer_sections(run: Run, step: int, top: int = 6) -> list[Section]:
         tokens = tokens.sort_values(layer, ascending=False, kind="stable").head(top)
         where = f"layer {layer}" if layer.isdecimal() else f"the {layer}"
         in_all = (tokens[layers] ** 2).sum(axis=1) ** 0.5
-        cells = {
+        columns = {
             "token": sentences(run, step, tokens),
             f"|c|·‖∇ ln π‖ in {where}": list(map(number, tokens[layer])),
             "in all": list(map(number, in_all)),
         }
-        parts.append(Section(f"Leading tokens by {where}", pd.DataFrame(cells)))
+        parts.append(Section(f"Leading tokens by {where}", pd.DataFrame(columns)))
     return parts

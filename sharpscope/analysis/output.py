@@ -16,7 +16,6 @@ from functools import cache
 from html import escape
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -85,7 +84,7 @@ def analyze(
         tell("comparing the runs" + (" and testing the claims" if claims else ""))
         content = page_of(runs, " ".join(shlex.quote(str(path)) for path in given), claims)
         figures_of = [s for s in content.sections if not isinstance(s.content, str | pd.DataFrame)]
-        pictures: dict[str, Any] = {section.name: section.content for section in figures_of}
+        pictures: dict[str, object] = {section.name: section.content for section in figures_of}
         saved = {}
         if pictures or figures:
             from sharpscope.analysis.plots import all_figures, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -104,7 +104,7 @@ def compare_runs(
     names = (
         runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
     )
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     if len(names) == 2:
         a, b = names.values()
         labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
@@ -126,10 +126,10 @@ def compare_runs(
 
 
 def _compared(
-    first: str, second: str, pairs: Sequence[tuple[Any, Run, Run]]
-) -> Iterator[dict[str, Any]]:
+    first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]
+) -> Iterator[dict[str, object]]:
     """A row for each quantity that at least one pair has."""
-    found: dict[str, list[tuple[Any, Difference]]] = {}
+    found: dict[str, list[tuple[int, Difference]]] = {}
     for seed, a, b in pairs:
         for one in itertools.chain(
             _evaluated(a, b),
@@ -158,7 +158,7 @@ def _compared(
         }
 
 
-def _summary(parts: Mapping[Any, Difference]) -> dict[str, Any]:
+def _summary(parts: Mapping[int, Difference]) -> dict[str, object]:
     """Mean difference with its interval, p of the sign-flip test, median, worst pair, and the seeds that would halve it."""
     n, one = len(parts), next(iter(parts.values()))
     data = np.array([part.treatment - part.baseline for part in parts.values()])

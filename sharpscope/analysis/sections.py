@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import pandas as pd
 from rich.console import Group, RenderableType
@@ -42,7 +42,7 @@ class Section:
     note: str = ""
     part: str = "Found"
     name: str = ""
-    records: Sequence[Mapping[str, Any]] | None = None
+    records: Sequence[Mapping[str, object]] | None = None
     step: int | None = None
 
 
@@ -95,11 +95,11 @@ def records_of(frame: pd.DataFrame) -> list[dict[str, object]]:
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def to_records(sections: Iterable[Section]) -> dict[str, Any]:
+def to_records(sections: Iterable[Section]) -> dict[str, object]:
     """Sections for scripts: `title`, `part`, `note`, and `text` or `rows`; a cell with a token is an object."""
-    made: list[dict[str, Any]] = []
+    made: list[dict[str, object]] = []
     for section in sections:
-        content: dict[str, Any] = {"text": section.content}
+        content: dict[str, object] = {"text": section.content}
         if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
             cells = [
@@ -138,7 +138,7 @@ def _table(frame: pd.DataFrame) -> Table:
     for at, name in enumerate(frame.columns):
         column = frame.iloc[:, at]
         wide = any(isinstance(value, Marked) for value in column)
-        justify: Any = "left" if is_text(column) else "right"
+        justify: Literal["left", "right"] = "left" if is_text(column) else "right"
         table.add_column(Text(visible(name)), justify=justify, ratio=1 if wide else None)
     for row in frame.itertuples(index=False, name=None):
         table.add_row(

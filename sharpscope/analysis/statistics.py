@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -157,15 +157,16 @@ def bootstrap_interval(
 
     from scipy.stats import bootstrap
 
-    options: Any = {
-        "n_resamples": RESAMPLES,
-        "confidence_level": LEVEL,
-        "method": "BCa",
-        "vectorized": True,
-    }
-    ends = bootstrap(
-        (np.arange(n),), _resampled, rng=np.random.default_rng(0), **options
-    ).confidence_interval
+    found = bootstrap(
+        (np.arange(n),),
+        _resampled,
+        n_resamples=RESAMPLES,
+        confidence_level=LEVEL,
+        method="BCa",
+        vectorized=True,
+        rng=np.random.default_rng(0),
+    )
+    ends = found.confidence_interval
     return Interval(float(ends.low), float(ends.high), "bca")
 
 

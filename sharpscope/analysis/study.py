@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import pandas as pd
@@ -49,14 +49,14 @@ class Setting:
 
     label: str
     method: str
-    runs: Mapping[Any, Run]
+    runs: Mapping[int, Run]
 
 
 @dataclass(frozen=True)
 class Pair:
     """Names of two runs of one seed that differ in the method alone."""
 
-    seed: Any
+    seed: int
     baseline: str
     treatment: str
 
@@ -113,7 +113,7 @@ class Study:
         """Labels of the settings."""
         return [setting.label for setting in self.settings]
 
-    def each(self) -> list[tuple[str, Any, Run]]:
+    def each(self) -> list[tuple[str, int, Run]]:
         """(setting's label, seed, run) of every run of the settings."""
         return [
             (setting.label, seed, run)
@@ -181,7 +181,7 @@ class Study:
         """
         first, second = baseline or self.baseline, treatment or self.treatment
         # method → setting → seed → name
-        by_key: dict[str, dict[str, dict[Any, str]]] = {
+        by_key: dict[str, dict[str, dict[int, str]]] = {
             first: {},
             second: {},
         }
@@ -276,12 +276,14 @@ def last_step(run: Run) -> int:
     return 0 if run.steps.empty else int(run.steps["step"].max())
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """{"a": {"b": 1}} as {"a.b": 1}."""
-    result: dict[str, Any] = {}
+    result: dict[str, object] = {}
     for key, value in config.items():
-        nested = isinstance(value, Mapping) and value
-        result |= flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+        if isinstance(value, Mapping) and value:
+            result |= flat(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
     return result
 
 
@@ -292,7 +294,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
     """Cache the results of a function of (run or study, …) for the lifetime of its first argument."""
 
     @functools.wraps(function)
-    def _remembering(run: Any, *arguments: Any) -> Value:
+    def _remembering(run: object, *arguments: object) -> Value:
         known = vars(run).setdefault("_remembered", {})
         key = (function, *arguments)
         if key not in known:
@@ -304,11 +306,11 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
 
 
 @per_run
-def _flat_config(run: Run) -> dict[str, Any]:
+def _flat_config(run: Run) -> dict[str, object]:
     return flat(run.config)
 
 
-def setting_of(run: Run, *without: str) -> dict[str, Any]:
+def setting_of(run: Run, *without: str) -> dict[str, object]:
     """The run's flat configuration without NOT_A_SETTING and `without` (keys, or what is below them)."""
     left_out = {*NOT_A_SETTING, *without}
     below = tuple(f"{name}." for name in left_out)
@@ -336,12 +338,12 @@ def ground_of(run: Run) -> str:
     )
 
 
-def most_common(values: Sequence[Any]) -> Any:
+def most_common(values: Sequence[Value]) -> Value:
     """The most frequent of `values`; of equally many, the first."""
     return Counter(values).most_common(1)[0][0]
 
 
-def _text(value: Mapping[str, Any]) -> str:
+def _text(value: Mapping[str, object]) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
@@ -397,10 +399,10 @@ def _differing(key: str, rivals: Iterable[str]) -> str:
     )
 
 
-def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run]:
+def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[int, Run]:
     """One run per seed: finished ones if there are any, the longer of two with one seed; adds to `notes` what is left out."""
     finished = any(run.status == "finished" and last_step(run) for run in members.values())
-    chosen: dict[Any, tuple[str, Run]] = {}
+    chosen: dict[int, tuple[str, Run]] = {}
     for name, run in sorted(members.items(), key=lambda item: -last_step(item[1])):
         state = f"({run.status}, {last_step(run)} steps)"
         if not last_step(run):
@@ -418,7 +420,7 @@ def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[Any, Run
 
 
 def _mismatch(
-    first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping[Any, str]]]
+    first: str, second: str, by_key: Mapping[str, Mapping[str, Mapping[int, str]]]
 ) -> str:
     """Why two methods have no pair: in what their largest settings differ, or that they share no seed."""
     a, b = (

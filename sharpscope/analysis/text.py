@@ -71,7 +71,7 @@ def number(value: object, missing: str = "–") -> str:
     return f"{real(value):.3g}" if math.isfinite(real(value)) else missing
 
 
-def short(value: Any, digits: int) -> float | int | str | None:
+def short(value: object, digits: int) -> float | int | str | None:
     """A number with `digits` significant digits for JSON; infinities as text, None for what is not recorded."""
     exact = real(value)
     if not math.isfinite(exact):

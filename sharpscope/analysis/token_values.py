@@ -6,7 +6,6 @@ These are: what kinds of tokens change the entropy, sampler against trainer, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -177,7 +176,7 @@ def sampler_section(runs: Runs) -> Section | None:
     if differs.empty:
         text = f"no ratio is outside [0.9, 1.1], and no estimate of KL(μ‖π) exceeds {largest.max():.1g} nats"
         return Section(title, f"Their log-probabilities agree: {text}.", part=part)
-    cells: dict[str, Any] = {
+    cells: dict[str, object] = {
         "run": differs.index,
         "tokens": [f"{count:,.0f}" for count in differs["tokens"]],
     }

@@ -71,7 +71,7 @@ def token_view(
     share = min(RUN_BUDGET, budget // max(1, len(choices)))
     pieces: dict[str, int] = {}  # texts that repeat over the whole page → their numbers
     prompts: dict[str, int] = {}
-    completions: list[dict[str, Any]] = []
+    completions: list[dict[str, object]] = []
     notes: list[str] = []
     for number, (name, choice) in enumerate(choices.items()):
         maker = piece_maker(choice.run)
@@ -113,11 +113,11 @@ def _completions(
     maker: Pieces | None,
     pieces: dict[str, int],
     prompts: dict[str, int],
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """The chosen completions of one run, the first ones that fit into `budget` bytes; the first always."""
     rollouts = choice.run.rollouts.set_index(["step", "rollout"])
     wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
-    result: list[dict[str, Any]] = []
+    result: list[dict[str, object]] = []
     steps: dict[int, pd.DataFrame] = {}
     used = 0
     for (step, rollout), why in choice.wanted.items():
@@ -142,7 +142,7 @@ def _completions(
     return result
 
 
-def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str, Any]:
+def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str, object]:
     """What the page says about a completion as a whole."""
     names = {"g": "group", "reward": "reward", "adv": "advantage", "len": "length"}
     return {
@@ -159,7 +159,9 @@ def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str,
     }
 
 
-def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[str, Any], list[str]]:
+def _body(
+    row: Any, tokens: pd.DataFrame, maker: Pieces | None
+) -> tuple[dict[str, object], list[str]]:
     """The numbers of a completion's tokens with their texts; without tokens, its text."""
     if tokens.empty:
         return {"text": shown(_cut(row["completion"]))}, []
@@ -176,7 +178,7 @@ def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[dict[st
         for name, values in recorded.items()
         if _tells(name, values)
     }
-    body: dict[str, Any] = {"c": numbers}
+    body: dict[str, object] = {"c": numbers}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from sharpscope.traces import Run
 
-Columns = Mapping[str, NDArray[Any]]
+Columns = Mapping[str, np.ndarray]
 
 BATCH_ROWS = 400_000
 """Token rows held at once [tokens]; a step is never divided."""
@@ -45,7 +45,7 @@ class Reduced:
 
     run: str
     method: str
-    seed: Any
+    seed: int
     step: int
     tokens: int
     values: dict[str, Any]
@@ -123,7 +123,7 @@ def sample_text(run: Run, tokens: pd.DataFrame) -> str:
     return f"a random {least if least == most else f'{least} to {most}'} % of each update's {which}"
 
 
-def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.float64]:
+def inverse_inclusion(tokens: Columns | pd.DataFrame) -> NDArray[np.float64]:
     """(n,) inverse probability that a token's group was drawn to be measured; 1 where none is recorded: all groups were.
 
     Sums weighted by it are unbiased for the sums over all tokens (Horvitz and Thompson 1952).
@@ -133,7 +133,7 @@ def inverse_inclusion(tokens: Mapping[str, Any] | pd.DataFrame) -> NDArray[np.fl
 
 
 def held_by_largest(
-    size: NDArray[Any], count: NDArray[Any], at: float | NDArray[np.float64]
+    size: np.ndarray, count: np.ndarray, at: float | NDArray[np.float64]
 ) -> NDArray[np.float64]:
     """Share of Σ size that the largest members hold, at shares `at` of the members: a Lorenz curve from its upper end.
 
@@ -159,16 +159,16 @@ def row_probability(tokens: pd.DataFrame) -> NDArray[np.float64]:
     return np.asarray(tokens[ROW].astype(float).fillna(1.0), dtype=np.float64)
 
 
-def complement(logp: NDArray[Any]) -> NDArray[np.float64]:
+def complement(logp: np.ndarray) -> NDArray[np.float64]:
     """1 − π = −expm1(ln π), without cancellation."""
     return np.asarray(-np.expm1(np.asarray(logp, dtype=np.float64)))
 
 
-def deciles(logp: NDArray[Any]) -> NDArray[np.int_]:
+def deciles(logp: np.ndarray) -> NDArray[np.int_]:
     """(n,) decile of each token by rank of ln π, 1 = least likely; ties by order."""
     rank = np.argsort(np.argsort(logp, kind="stable"), kind="stable")
     return np.asarray(rank * DECILES // max(1, len(rank)) + 1)
 
 
-def _recorded(values: NDArray[Any]) -> bool:
+def _recorded(values: np.ndarray) -> bool:
     return bool(np.isfinite(values).any()) if values.dtype.kind == "f" else bool(len(values))

@@ -6,7 +6,7 @@ import json as json_
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
@@ -27,7 +27,7 @@ def say(text: str, err: bool = False) -> None:
     typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
 
 
-def print_json(value: Any) -> None:
+def print_json(value: object) -> None:
     """Print a value as JSON; a number that is not finite is null, and a control character is escaped."""
     text = json_.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
     typer.echo("".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text))
@@ -38,7 +38,7 @@ def _escaped(character: str) -> str:
     return json_.dumps(character)[1:-1]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {str(key): _plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

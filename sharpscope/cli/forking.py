@@ -110,13 +110,13 @@ def fork(
         raise typer.Exit(130) from None
 
 
-def _settings(texts: list[str]) -> dict[str, Any]:
+def _settings(texts: list[str]) -> dict[str, object]:
     """Fields of the fork, and `overrides` of the run, from `--set`."""
     from sharpscope.config import ForkSpec
     from sharpscope.settings import parse_overrides
 
     of_fork = [text for text in texts if text.startswith("fork.")]
-    given: dict[str, Any] = parse_overrides(of_fork).get("fork", {})
+    given: dict[str, object] = parse_overrides(of_fork).get("fork", {})
     known = [f"fork.{name}" for name in ForkSpec.model_fields]
     check_names("--set", [f"fork.{name}" for name in given], known)
     return given | {"overrides": [text for text in texts if text not in of_fork]}

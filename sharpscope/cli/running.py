@@ -311,7 +311,7 @@ def _with_interval(row: dict[str, Any], name: str) -> str:
     return f"{row[name]:.2%} [{100 * row[f'{name}_low']:.2f}, {100 * row[f'{name}_high']:.2f}]"
 
 
-def command_values(**options: Any) -> dict[str, Any]:
+def command_values(**options: Any) -> dict[str, object]:
     """Map the options of `run` to configuration paths; options that are None are omitted."""
     paths = {"model": "policy.model", "lr": "optimizer.lr"}
     values = {paths.get(name, name): value for name, value in options.items() if value is not None}
@@ -322,7 +322,7 @@ def command_values(**options: Any) -> dict[str, Any]:
     return values
 
 
-def _as_sweep(content: dict[str, Any]) -> dict[str, Any]:
+def _as_sweep(content: dict[str, object]) -> dict[str, object]:
     """The configuration of a run as that of a sweep."""
     method = content.get("method", "grpo")
     name = method.get("name", "grpo") if isinstance(method, dict) else method

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,7 +76,7 @@ def fork(
     overrides: Sequence[str] = (),
     out: Path | str | None = None,
     on_progress: Tell | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> Run:
     """Make one update per method from the same state and measure what each changes.
 
@@ -127,7 +126,7 @@ def measure_fork(
     overrides: Sequence[str],
     out: Path | str | None,
     on_progress: Tell | None,
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
 ) -> tuple[Run, str]:
     """As `fork`; returns the run and the name of the fork in its table."""
     tell = on_progress or (lambda text: None)
@@ -257,11 +256,11 @@ class Reading:
 
 
 def outcome_rows(
-    common: Mapping[str, Any],
+    common: Mapping[str, object],
     readings: Mapping[str, Reading],
     start: Mapping[str, Reading],
     sound: bool,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Rows of the table `forks`, one for each outcome of an update.
 
     An outcome is valid if the update is `sound`, the outcome finite, its effective sample size large enough, and, for a
@@ -427,7 +426,7 @@ class Measure:
         """The held-out prompts of a batch."""
         return replace(self._heldout, cursor=batch * self.spec.prompts).take(self.spec.prompts)
 
-    def batch_rows(self, name: str, batch: int) -> Iterator[dict[str, Any]]:
+    def batch_rows(self, name: str, batch: int) -> Iterator[dict[str, object]]:
         """Rows of the table `forks` of all arms on one batch."""
         start = self.start
         start.restore()

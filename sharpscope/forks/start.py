@@ -59,7 +59,7 @@ def resolve(
             f"{command}: runs in one process; start it without accelerate launch or torchrun"
         )
     if run is None:
-        values: dict[str, Any] = {"policy.model": model, "seed": seed}
+        values: dict[str, object] = {"policy.model": model, "seed": seed}
         values["task"] = None if task is None else dict(task_choice(task))
         return build_config(
             None, overrides, {name: value for name, value in values.items() if value is not None}

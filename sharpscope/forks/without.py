@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from torch import Tensor
@@ -52,7 +51,7 @@ def without_tokens(
     task: str | None = None,
     overrides: Sequence[str] = (),
     on_progress: Tell | None = None,
-    **settings: Any,
+    **settings: object,
 ) -> tuple[Run, str]:
     """Make a step of a run again with all tokens, and without each of some sets of them.
 
@@ -135,9 +134,9 @@ def _check(
 class Found:
     """What the arms gave: rows of the table `forks`, the leading tokens, predicted and measured changes."""
 
-    rows: list[dict[str, Any]]
+    rows: list[dict[str, object]]
     tokens: list[dict[str, float]]
-    predictions: list[dict[str, Any]]
+    predictions: list[dict[str, object]]
 
 
 def _arms(

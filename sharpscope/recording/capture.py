@@ -444,7 +444,7 @@ def stacked(parts: Iterable[Tensor], width: int, fill: float = 0) -> Tensor:
 def _joined_tokens(parts: Sequence[StepTokens]) -> StepTokens:
     width = max(part.update.shape[1] for part in parts)
 
-    def cat(name: str, of: Sequence[Any]) -> Tensor:
+    def cat(name: str, of: Sequence[object]) -> Tensor:
         """One field of all parts."""
         return stacked((getattr(part, name) for part in of), width, -1 if name == "update" else 0)
 

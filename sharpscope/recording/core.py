@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from sharpscope import distributed
 from sharpscope.causes.recorded import Words
@@ -110,8 +111,8 @@ class Recorder(Guard):
 
     given: frozenset[str] = EVERYTHING - {"correct"}  # what the training gives
     fields = "sharpscope"  # the trainer's names of settings, as messages use them
-    rules: Mapping[str, Any] = {}  # changes of the health rules
-    info: dict[str, Any]  # entries of run.json: method, notes and trainer
+    rules: Mapping[str, object] = {}  # changes of the health rules
+    info: dict[str, object]  # entries of run.json: method, notes and trainer
     cost = StepCost()  # what a step does, for the price of measuring
     period = 1  # micro-steps (of a loop: updates) that use one batch of completions
 
@@ -122,7 +123,7 @@ class Recorder(Guard):
         out: str | Path,
         *,
         task: str,
-        recording: Mapping[str, Any] | None,
+        recording: Mapping[str, object] | None,
         critical: bool | int,
         temperature: float = 1.0,
         lr: float = 1e-6,
@@ -160,7 +161,7 @@ class Recorder(Guard):
         )
         self._serial = distributed.rank()
         self.capture, self.step_number, self.total = StepCapture(), 1, 0
-        self._hooks = list[Any]()
+        self._hooks = list[RemovableHandle]()
         check_on_finding(on_finding)
         self.on_finding, self.live = on_finding, cast(LiveCheck | None, None)
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -172,7 +173,7 @@ class Recorder(Guard):
         """The run's folder."""
         return self.run.folder
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What tells this training from others, so that a resumed one finds its run."""
         return {"model": self.policy.source, "seed": self._seed}
 
@@ -181,7 +182,7 @@ class Recorder(Guard):
     def settings(self, steps: int) -> RunConfig:
         """The part of a run's configuration that recording uses, for so many steps."""
         every = int(self._every)  # True: 1, at the places that the price allows
-        probes: dict[str, Any] = {"preset": "off"}
+        probes: dict[str, object] = {"preset": "off"}
         if every:
             probes = {"preset": "light", "functionals": [], "every": every}
         recording = {"rotation_every": int(self.rotate is not None), "group_share": 1.0}
@@ -339,7 +340,7 @@ class Recorder(Guard):
         self.end(partial(self.stop, "interrupted", f"stopped at a finding: {why}"))
         raise TrainingStoppedError(why)
 
-    def _run_info(self) -> dict[str, Any]:
+    def _run_info(self) -> dict[str, object]:
         """Contents of run.json."""
         launch = distributed.Launch(distributed.world_size(), is_sharded(self.model))
         return {
@@ -747,7 +748,7 @@ class Recorder(Guard):
         if self.gap > limit:
             self.event("trl_statistics", "warning", text, self.gap, limit)
 
-    def _judge(self, batch: RolloutBatch, tokens: StepTokens, row: Mapping[str, Any]) -> None:
+    def _judge(self, batch: RolloutBatch, tokens: StepTokens, row: Mapping[str, object]) -> None:
         """Apply the health rules. They only report here: a recorded training is never stopped."""
         health = StepHealth(
             self.config.health,

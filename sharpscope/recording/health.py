@@ -159,7 +159,7 @@ class StepHealth:
         }
         return not any(action in ("skip_step", "stop") for _, action in found)
 
-    def after_updates(self, row: Mapping[str, Any]) -> None:
+    def after_updates(self, row: Mapping[str, object]) -> None:
         """Check what the step's row says of its updates."""
         self._judge(own_values(row), "after")
 

@@ -49,7 +49,7 @@ class LiveCheck:
     """
 
     def __init__(
-        self, on_finding: OnFinding, info: Mapping[str, Any], words: Words, path: str
+        self, on_finding: OnFinding, info: Mapping[str, object], words: Words, path: str
     ) -> None:
         self.on_finding, self.info, self.words, self.path = on_finding, info, words, path
         self.rows: dict[int, dict[str, list[pd.DataFrame]]] = {}
@@ -61,7 +61,7 @@ class LiveCheck:
         """Whether the training is to end."""
         return self.on_finding == "stop" and bool(self.found)
 
-    def append(self, table: str, columns: Mapping[str, Any]) -> None:
+    def append(self, table: str, columns: Mapping[str, object]) -> None:
         """Keep what identities read of rows that are written."""
         if table in _COLUMNS:
             kept = frame_of({n: columns[n] for n in _COLUMNS[table] if n in columns})

@@ -92,7 +92,7 @@ class StepValues:
         """(N,) the rollouts whose tokens are written and may be measured, and the share of groups that are."""
 
     @property
-    def rows(self) -> dict[str, Any]:
+    def rows(self) -> dict[str, object]:
         """Columns of the probes table; empty without an estimate."""
         return {"step": self.step, **columns(self.estimates)} if self.estimates else {}
 

@@ -233,7 +233,7 @@ class SurfaceProbes:
                 rows.append(with_prompts(along, few.curvature_by_prompt(flat / length(flat))))
         return labeled(rows, functional="nll", probe_set=self.probe_set.name("train"))
 
-    def rows(self, step: int) -> tuple[dict[str, dict[str, Any]], list[Event]]:
+    def rows(self, step: int) -> tuple[dict[str, dict[str, object]], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable."""
         assert self.probe_set is not None and self.drawer is not None
         estimates: list[Estimate] = []

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -47,7 +46,7 @@ class RecordedRun:
     `identity` tells trainings apart: a resumed one goes on in the newest run beside `out` that has the same.
     """
 
-    def __init__(self, out: Path, identity: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, identity: Mapping[str, object]) -> None:
         self.out = self.folder = out
         self.identity = dict(identity)
         self.tables: TraceWriter | NoWriter = NoWriter()
@@ -55,7 +54,7 @@ class RecordedRun:
         self._started, self._flushed, self._took = 0.0, -math.inf, 0.0
 
     def open(
-        self, info: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, done_updates: int
+        self, info: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, done_updates: int
     ) -> Opened:
         """Take a folder, or go on after `done_updates` updates: rows of updates that are made again are removed."""
         opened = distributed.rank_zero_call(lambda: self._open(info, tokenizer, done_updates))
@@ -66,7 +65,7 @@ class RecordedRun:
         return opened
 
     def _open(
-        self, info: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, done_updates: int
+        self, info: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, done_updates: int
     ) -> Opened:
         own = self._own_run() if done_updates else None
         if own is not None:
@@ -117,7 +116,7 @@ class RecordedRun:
             self.flush(steps_done)
             self._took = time.perf_counter() - started
 
-    def end(self, **entries: Any) -> None:
+    def end(self, **entries: object) -> None:
         """Write the last rows, free the folder, and write the last entries of run.json."""
         try:
             self._stack.close()  # flushes and unlocks

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -57,7 +57,7 @@ _REFUSALS = (
 )
 
 
-def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> None:
+def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, object]) -> None:
     """Write config.yaml, tokenizer/ and, last, run.json, which marks a run."""
     from sharpscope.settings import to_yaml
 
@@ -76,7 +76,7 @@ def begin_run_dir(config: RunConfig, policy: Policy, info: dict[str, Any]) -> No
 
 def run_info(
     config: RunConfig, policy: Policy, threads: int, launch: distributed.Launch
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Contents of run.json for a new run."""
     cpu = f"{platform.machine()} CPU, {psutil.cpu_count(logical=False) or os.cpu_count()} cores"
     return {
@@ -181,7 +181,7 @@ class NoWriter:
     def __exit__(self, *error: object) -> None:
         """Nothing was opened."""
 
-    def append(self, table: str, columns: Mapping[str, Any]) -> int:
+    def append(self, table: str, columns: Mapping[str, object]) -> int:
         """Do nothing."""
         return 0
 
@@ -194,13 +194,13 @@ def trace_writer(folder: Path) -> TraceWriter | NoWriter:
     return TraceWriter(folder) if distributed.is_rank_zero() else NoWriter()
 
 
-def note(folder: Path, **changes: Any) -> None:
+def note(folder: Path, **changes: object) -> None:
     """Update entries of run.json, in the first process."""
     if distributed.is_rank_zero():
         update_run_info(folder, **changes)
 
 
-def end_run(folder: Path, **changes: Any) -> None:
+def end_run(folder: Path, **changes: object) -> None:
     """Write the last entries of run.json. On a full disk its status stays `running`, and readers see that no process runs."""
     with suppress(OSError):
         note(folder, finished=now(), **changes)

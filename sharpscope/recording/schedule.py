@@ -120,7 +120,7 @@ class MeasurementSchedule:
         """Time spent so far by name [s]."""
         return {each.name: each.seconds for each in self.timetables if each.seconds}
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What a checkpoint stores, as JSON."""
         return {"seconds": self.seconds, "training": self.training, "spikes": self.spikes.steps}
 
@@ -130,7 +130,7 @@ class MeasurementSchedule:
             each.seconds = state["seconds"].get(each.name, 0.0)
         self.training, self.spikes.steps = float(state["training"]), list(state["spikes"])
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Share of the run's time spent on measuring (without evaluation), and seconds by name, for run.json."""
         spent = self.seconds
         total = sum(spent.values())

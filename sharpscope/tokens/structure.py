@@ -180,7 +180,7 @@ def hidden_states(model: nn.Module, ids: Tensor, cache: DynamicCache | None = No
     # Learned positions are looked up once per row, so that each row has a gradient of its own.
     # (B, L)
     positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)
-    given: dict[str, Any] = (
+    given: dict[str, object] = (
         {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
     )
     # FSDP2 may have sharded the final norm with the output layer, and waits for both

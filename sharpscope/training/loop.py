@@ -33,7 +33,7 @@ from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.recording.writer import FinishedStep, StepWriter
 from sharpscope.rules.judging import Event, judge
 from sharpscope.settings import known_settings
-from sharpscope.tasks import Task, make_task
+from sharpscope.tasks import Example, Task, make_task
 from sharpscope.traces import RunLock, create_run_dir, read_run_info
 from sharpscope.traces.files import RUN_FILE
 from sharpscope.training.checkpoint import Progress, fingerprint, newest, restore, save, step_of
@@ -100,7 +100,7 @@ class Display:
             left = self._remaining.after(step)
             self._print(f"step {step} of {self._steps}: {'  '.join(shown)}{left}")
 
-    def evaluation(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def evaluation(self, rows: Sequence[Mapping[str, object]]) -> None:
         """An evaluation is done."""
         each = [
             f"{row['split']} level {row['level']}, T={row['temperature']:g}: {row['accuracy']:.1%}"
@@ -203,7 +203,7 @@ class _Run:
         config: RunConfig,
         policy: Policy,
         task: Task,
-        examples: list[Any],
+        examples: list[Example],
         display: Display,
         launch: Launch,
     ) -> None:

@@ -188,7 +188,7 @@ class Updates:
         own = batch_share(learner.optimizer)
         learner.optimizer.zero_grad(set_to_none=True)
         broken = not math.isfinite(moved.total)
-        end: dict[str, Any] = {
+        end: dict[str, object] = {
             "skipped": False,
             "batch_share": own,
             "problem": BROKEN if broken else "",

@@ -23,6 +23,7 @@ from sharpscope.cli import app
 from sharpscope.errors import UserError
 from sharpscope.traces import TraceWriter
 from sharpscope.views import load_run, load_runs
+from tests.analysis.conftest import write_report_run
 from tests.traces.synthetic import new_run, rows
 
 PAIR, EXAMPLE, LOG = "tests/data/pair", "data/example/sums", "tests/diagnose/logs.csv"
@@ -323,3 +324,11 @@ def test_the_palette_of_a_label_does_not_depend_on_its_panel_and_dark_colors_can
     page = luminance("#14171a")
     assert len(DARK_COLORS) == 10
     assert all((luminance(color) + 0.05) / (page + 0.05) > 4.5 for color in DARK_COLORS)
+
+
+def test_an_ablation_without_a_heldout_accuracy_says_what_it_needs(tmp_path):
+    for method in ("grpo", "grpo-sg"):
+        write_report_run(tmp_path / method, method)  # two methods, nothing evaluated
+    with pytest.raises(UserError, match=r"ablation: nothing to show; it needs .*accuracy"):
+        plots.ablation(load_runs(tmp_path))
+    assert not [name for name, _ in plots.all_figures(load_runs(tmp_path)) if name == "ablation"]

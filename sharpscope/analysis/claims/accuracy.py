@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import pandas as pd
 
@@ -44,7 +43,7 @@ MATCHED = 1.5
 """Factor by which the rotations of the update may differ for the dose to count as matched."""
 
 
-def evaluated(temperature: float, **place: Any) -> PairMeasure:
+def evaluated(temperature: float, **place: str) -> PairMeasure:
     """Both runs' share of correct held-out completions at the last step at which both were evaluated so."""
     return _at_last_step(
         lambda run, step: evaluations(run, temperature=temperature, **place)[step][0],
@@ -54,7 +53,7 @@ def evaluated(temperature: float, **place: Any) -> PairMeasure:
 
 
 def _at_last_step(
-    value: Callable[[Run, int], Any], temperature: float = SAMPLED, **place: Any
+    value: Callable[[Run, int], float | None], temperature: float = SAMPLED, **place: str
 ) -> PairMeasure:
     """`value` of both runs at the last step at which both have the evaluation."""
 
@@ -209,7 +208,7 @@ def rates(study: Study) -> ClaimData:
     }
     _, example = next(iter(ours.values()))
     own, ground = grid_settings(example).get(axis), study.setting_key(example, [GRID[axis]])
-    pairs: dict[float, dict[Any, Pair]] = defaultdict(dict)
+    pairs: dict[float, dict[int, Pair]] = defaultdict(dict)
     for name, run in sorted(study.of(study.baseline).items()):
         rate = grid_settings(run).get(axis)
         if rate is not None and run.seed in ours and study.setting_key(run, [GRID[axis]]) == ground:

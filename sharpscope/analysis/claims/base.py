@@ -7,9 +7,9 @@ Most claims are one sentence: a sign-flip test of one number per pair (a seed, o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -112,14 +112,18 @@ class Statistic:
         return ", ".join(parts)
 
 
-def _numbers(values: Any) -> NDArray[np.float64]:
+Values = pd.DataFrame | pd.Series | Sequence[float] | NDArray[np.floating]
+"""Numbers of clusters, or a frame with the column `difference`."""
+
+
+def _numbers(values: Values) -> NDArray[np.float64]:
     """Numbers (n,), or the column `difference` of a frame."""
     return np.asarray(
         values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64
     )
 
 
-def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> Statistic | None:
+def mean_estimate(name: str, values: Values, unit: str, scale: Scale = "plain") -> Statistic | None:
     """Mean over clusters, of numbers (n,) or a frame's column `difference`, with intervals and sign-flip p; None for no values."""
     data = _numbers(values)
     if not len(data):
@@ -139,7 +143,7 @@ def mean_estimate(name: str, values: Any, unit: str, scale: Scale = "plain") -> 
 
 
 def is_shown(
-    study: Study, values: Any, side: Literal["greater", "less"], shift: float = 0.0
+    study: Study, values: Values, side: Literal["greater", "less"], shift: float = 0.0
 ) -> bool:
     """Whether a mean over clusters is shown to be above or below `shift`, one-sided at the study's level; False without values."""
     data = _numbers(values)
@@ -425,7 +429,7 @@ class Verdict:
         notes = [*finding.notes, *([] if finding.dose is None else [finding.dose.text])]
         return lines + [f"note: {note}" for note in notes]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The verdict as JSON values."""
         claim, finding = self.claim, self.finding
         values = {
@@ -456,7 +460,7 @@ class Verdict:
             "others": [asdict(one) | {"shown": one.line} for one in self.others],
             "other": None if self.other is None else self.other.to_dict(),
         }
-        return dict(_json(values))
+        return {name: _json(value) for name, value in values.items()}
 
 
 def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
@@ -563,7 +567,7 @@ def paired(measure: Callable[[Study, Pairing], ClaimData]) -> Callable[[Study], 
     return _measured
 
 
-def _json(value: Any) -> Any:
+def _json(value: object) -> object:
     """The value with null in place of numbers that are not finite."""
     if isinstance(value, dict):
         return {key: _json(part) for key, part in value.items()}

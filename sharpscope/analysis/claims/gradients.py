@@ -10,7 +10,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -95,7 +94,7 @@ FEWEST_CHANGES = 15
 """Changes of entropy with a prediction that a run must have [changes]."""
 
 
-def _predicted(tokens: Columns, run: Run) -> dict[str, Any] | None:
+def _predicted(tokens: Columns, run: Run) -> dict[str, object] | None:
     push = tokens["loss_coef"].astype(np.float64) * tokens["polarity"].astype(np.float64)
     good = np.isfinite(push)
     # c = ∂L/∂ln π, so a descent step of size η on the token's logits changes its entropy by +η·c·polarity
@@ -215,7 +214,7 @@ LOW, HIGH = 0.25, 0.9
 """Probabilities below which a token is unlikely, above which it is confident."""
 
 
-def _shares(tokens: Columns, run: Run) -> dict[str, Any] | None:
+def _shares(tokens: Columns, run: Run) -> dict[str, object] | None:
     pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(
         np.float64
     )

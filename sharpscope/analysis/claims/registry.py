@@ -148,7 +148,7 @@ def claim_names(claims: Sequence[str] | None) -> list[str]:
 # -- Declarations
 
 
-def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, Any]:
+def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, object]:
     """Everything that decides a verdict besides the data: methods, level, order, least dose, radius and each claim's rule."""
     claims = {
         key: {
@@ -192,7 +192,7 @@ def check_terms(terms: ClaimsSpec) -> None:
             )
 
 
-def rules_hash(rules: Mapping[str, Any]) -> str:
+def rules_hash(rules: Mapping[str, object]) -> str:
     """SHA-256 of the rules as canonical JSON."""
     text = json.dumps(rules, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
@@ -203,7 +203,7 @@ def declaration_file(study: Path) -> Path:
     return study.with_suffix(".declared.json")
 
 
-def declare(study: Path, rules: Mapping[str, Any], why: str = "") -> tuple[str, list[str]]:
+def declare(study: Path, rules: Mapping[str, object], why: str = "") -> tuple[str, list[str]]:
     """Freeze `rules` beside the study file. A declaration with other rules is added, with its reason; none is removed.
 
     Returns:
@@ -227,7 +227,7 @@ def declare(study: Path, rules: Mapping[str, Any], why: str = "") -> tuple[str, 
     return f"{'declared' if len(states) == 1 else 'changed'}; SHA-256 {digest}", changed
 
 
-def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
+def quote(study: Path, rules: Mapping[str, object], runs: Iterable[Run]) -> str:
     """What is known of the declaration of `rules`: when, what changed since and why, and how many runs started before it.
 
     Raises:
@@ -256,7 +256,7 @@ def quote(study: Path, rules: Mapping[str, Any], runs: Iterable[Run]) -> str:
     )
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def differences(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """One line for each field that differs."""
     old, new = flat(before), flat(after)
     fields = [field for field in dict.fromkeys([*old, *new]) if old.get(field) != new.get(field)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -41,7 +40,7 @@ FEWEST_SLOPE, FEWEST_CURVE, FEWEST_INFLUENCE = 8, 50, 100
 """Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
 
 
-def _full(tokens: Columns, run: Run) -> dict[str, Any] | None:
+def _full(tokens: Columns, run: Run) -> dict[str, object] | None:
     """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; and of their ranks."""
     norm, chance = (tokens[name].astype(np.float64) for name in ("score_norm", "draw_probability"))
     exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
@@ -89,7 +88,7 @@ FULL = Reducer(
 
 def _clustered(results: Sequence[Reduced], key: str) -> ClusterSlope:
     """Slope over clusters, the steps of each seed. Moments of one cluster are summed."""
-    sums: dict[Any, NDArray[np.float64]] = {}
+    sums: dict[tuple[int, int], NDArray[np.float64]] = {}
     for result in results:
         cluster = (result.seed, result.step)
         sums[cluster] = sums.get(cluster, 0.0) + result.values[key]
@@ -136,7 +135,7 @@ TOP, HALF = 0.01, 0.5
 already where the norm is 1 − π."""
 
 
-def _concentration(tokens: Columns, run: Run) -> dict[str, Any] | None:
+def _concentration(tokens: Columns, run: Run) -> dict[str, object] | None:
     coef = np.abs(tokens["loss_coef"].astype(np.float64))
     norm = tokens["score_norm_local"].astype(np.float64)
     # tokens of groups without variance have no gradient whatever their norm, and would make any rest look dominant
@@ -207,7 +206,7 @@ C3 = declared("C3", dominance, CURVES)
 # C9: low-probability tokens hurt held-out performance.
 
 
-def _by_decile(tokens: Columns, run: Run) -> dict[str, Any] | None:
+def _by_decile(tokens: Columns, run: Run) -> dict[str, object] | None:
     influence = tokens["heldout_influence"].astype(np.float64)
     advantage = tokens["advantage"].astype(np.float64)
     used = np.isfinite(influence) & np.isfinite(advantage) & (advantage != 0)
