@@ -17,7 +17,7 @@ from sharpscope.analysis.curves import run_values
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.plots.style import GRAY, colors, log_axis, plain, save_as, styled
-from sharpscope.analysis.spikes import gradient_scores
+from sharpscope.analysis.spikes import gradient_scores, spike_scores
 from sharpscope.analysis.summary import facts_of, numbers, verdict
 from sharpscope.analysis.text import percent
 from sharpscope.errors import UserError
@@ -93,9 +93,9 @@ def draw_course(axis: Axes, run: Run) -> None:
     if len(scores):  # a gradient that is not 0
         log_axis(other)
     other.grid(visible=False)
-    for row in scores[scores["z"] >= 4].nlargest(2, "grad_norm").to_dict("records"):
+    for row in spike_scores(run).nlargest(2, "grad_norm").to_dict("records"):
         axis.axvline(row["step"], color=GRAY, linestyle=":")
-        text = f"step {row['step']}: {row['grad_norm'] / row['typical']:.1f} × typical gradient"
+        text = f"step {row['step']}: {row['times']:.1f} × typical gradient"
         place = (row["step"], 1.02)
         right = row["step"] > float(np.mean(axis.get_xlim()))
         align = "right" if right else "left"

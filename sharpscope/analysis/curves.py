@@ -17,7 +17,7 @@ from sharpscope.analysis.measures import (
     rotates,
     sharpness_rows,
 )
-from sharpscope.analysis.spikes import SPIKE_Z, gradient_scores
+from sharpscope.analysis.spikes import spike_scores
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study, per_run
 from sharpscope.analysis.text import method_label, sampling, short, shown
@@ -128,8 +128,8 @@ def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, object]:
     at = np.arange(len(steps)) // -(-len(steps) // POINTS)
     x = pd.Series(steps).groupby(at).mean()
     frame = frame.assign(at=frame["step"].map(dict(zip(steps, at, strict=True))))
-    low, high = frame["value"].min(), frame["value"].max()
-    log = name in NAMED and NAMED[name].log and bool(low > 0 and high > 5 * low)
+    least, most = frame["value"].agg(["min", "max"])
+    log = name in NAMED and NAMED[name].log and bool(least > 0 and most > 5 * least)
     series = [_series(frame[frame["setting"] == label], range(len(x))) for label in labels]
     return {"title": shown(name), "log": log, "x": _list(x), "series": series}
 
@@ -140,7 +140,8 @@ def _series(part: pd.DataFrame, points: range) -> dict[str, Sequence[object]]:
     mean, count = table.mean(axis=1), table.count(axis=1)
     made: dict[str, Sequence[object]] = {"y": _list(mean)}
     if table.shape[1] >= FEWEST:
-        half = stdtrit(np.maximum(count - 1, 1), 0.975) * table.std(axis=1, ddof=1) / np.sqrt(count)
+        error = table.sem(axis=1)
+        half = stdtrit(np.maximum(count - 1, 1), 0.975) * error
         made |= {"low": _list(mean - half), "high": _list(mean + half)}
     elif table.shape[1] > 1:
         made["seeds"] = [_list(table[seed]) for seed in table]
@@ -162,9 +163,8 @@ def _events(study: Study) -> list[tuple[int, str]]:
     spikes = []
     for label, seed, run in study.each():
         who = f" ({method_label(label)}, seed {seed})" if len(study.each()) > 1 else ""
-        for row in gradient_scores(run).query(f"z >= {SPIKE_Z}").to_dict("records"):
-            times = row["grad_norm"] / row["typical"]
-            spikes.append((times, int(row["step"]), f"gradient spike, {times:.1f} × typical{who}"))
+        for step, times in spike_scores(run)[["step", "times"]].to_numpy():
+            spikes.append((times, int(step), f"gradient spike, {times:.1f} × typical{who}"))
     for _, step, text in sorted(spikes, reverse=True)[:MARKED]:
         found.setdefault(step, []).append(text)
     return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]

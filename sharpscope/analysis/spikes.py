@@ -7,7 +7,7 @@ it is the one with the largest gradient among those with shares. The tokens of a
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -35,6 +35,11 @@ SUBJECTS = {
     "probes.preset": ("critical sharpness", "critical_sharpness"),
 }
 """What records a quantity -> words by which events name it, where they say why it is missing."""
+SHARED = [
+    *("step", "rollout", "position", "update", "token_id", "logp", "advantage", "weight"),
+    *("loss_coef", "attribution", "score_norm", "score_norm_local", INCLUSION),
+]
+"""Columns of the tokens with shares."""
 SPIKE_Z = 4.0
 SURE = 0.99
 """Probability from which the model was sure of a token."""
@@ -83,7 +88,7 @@ class Spike:
 def gradient_scores(run: Run) -> pd.DataFrame:
     """A row for each step with a gradient: step, grad_norm, z (`robust_z` of its logarithm), typical (median norm of the steps before).
 
-    `grad_norm` is that of the step's largest update, so that a spike of one update is no mean over them.
+    `grad_norm` is that of the step's largest update, so that a spike of one update is no mean over them; `times` is it over the typical.
     """
     steps, largest = run.steps.sort_values("step"), run.updates.groupby("step")["grad_norm"].max()
     norms = steps["step"].map(largest).astype(float).fillna(steps["grad_norm"].astype(float))
@@ -94,8 +99,15 @@ def gradient_scores(run: Run) -> pd.DataFrame:
             typical = math.exp(float(np.median(logs[-SPIKE_WINDOW:]))) if logs else math.nan
             rows.append((int(step), norm, robust_z(logs, math.log(norm)), typical))
             logs.append(math.log(norm))
-    scores = pd.DataFrame(rows, columns=["step", "grad_norm", "z", "typical"])
-    return scores.astype({"grad_norm": float, "z": float, "typical": float})  # also without a row
+    columns = ["step", "grad_norm", "z", "typical"]
+    scores = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[1:], float))
+    return scores.assign(times=scores["grad_norm"] / scores["typical"])
+
+
+def spike_scores(run: Run) -> pd.DataFrame:
+    """The rows of `gradient_scores` that are spikes."""
+    scores = gradient_scores(run)
+    return scores[scores["z"] >= SPIKE_Z]
 
 
 def recorded_by(run: Run, option: str) -> str:
@@ -122,24 +134,18 @@ def recorded_by(run: Run, option: str) -> str:
 
 def explain_spikes(run: Run, top: int = 8) -> list[Spike]:
     """Every step with z ≥ SPIKE_Z, with its causes; `top`: tokens and prompts of each."""
-    scores = gradient_scores(run)
-    return [
-        explain_step(run, int(step), top) for step in scores.loc[scores["z"] >= SPIKE_Z, "step"]
-    ]
+    return [explain_step(run, int(step), top) for step in spike_scores(run)["step"]]
 
 
 def notable_steps(run: Run, top: int = 8) -> list[Spike]:
     """The spikes; where none has shares of tokens, also the largest gradient that has."""
-    found, scores = explain_spikes(run, top), gradient_scores(run)
-    there = (
-        scores[scores["step"].isin(recorded_steps(run, "attribution"))]
-        if all(one.tokens is None for one in found)
-        else scores[:0]
-    )
-    return [
-        *found,
-        *(explain_step(run, int(step), top) for step in there.nlargest(1, "grad_norm")["step"]),
-    ]
+    found = explain_spikes(run, top)
+    if all(one.tokens is None for one in found):
+        scores = gradient_scores(run)
+        there = scores[scores["step"].isin(recorded_steps(run, "attribution"))]
+        for step in there.nlargest(1, "grad_norm")["step"]:
+            found.append(explain_step(run, int(step), top))
+    return found
 
 
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
@@ -147,51 +153,33 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     tokens = step_shares(run, step)
     scores = gradient_scores(run).set_index("step").reindex([step]).iloc[0]
     norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
-    norm, named = scores["grad_norm"], ""
+    found = Spike(step, scores["grad_norm"], scores["z"], scores["typical"])
     if len(norms) > 1:
-        chosen = int(norms.index[int(norms.argmax())] if tokens.empty else tokens["update"].iloc[0])
-        norm, named = norms[norms.index == chosen].iloc[0], f"update {chosen + 1} of {len(norms)}"
-    head = (step, float(norm), float(scores["z"]), float(scores["typical"]))
+        chosen = norms.astype(float).idxmax() if tokens.empty else tokens["update"].iloc[0]
+        named = f"update {int(chosen) + 1} of {len(norms)}"
+        found = replace(found, grad_norm=float(norms[chosen]), update=named)
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
-        return Spike(
-            *head, missing=f"no token's share was recorded at this step{how}", update=named
-        )
-    biggest = tokens.loc[
-        tokens["share"].abs().sort_values(ascending=False, kind="stable").index[:top]
-    ]
+        return replace(found, missing=f"no token's share was recorded at this step{how}")
+    sizes = tokens["share"].abs().sort_values(ascending=False, kind="stable")
     prompts = prompt_shares(run, step, tokens)
-    prompts = prompts.loc[prompts["share"].abs().nlargest(top).index]
     sample, missing = sample_text(run, tokens), ""
     if (tokens["share"] == 0).all():
         which = f"the measured groups ({sample})" if sample else "its groups"
         missing = f"every token's share is 0: none of {which} has a gradient"
-    return Spike(
-        *head,
-        biggest,
-        prompts,
-        range_shares(tokens, drawn_units(run, step, tokens)),
-        sample,
-        missing,
-        named,
+    return replace(
+        found,
+        tokens=tokens.loc[sizes.index[:top]],
+        prompts=prompts.loc[prompts["share"].abs().nlargest(top).index],
+        probabilities=range_shares(tokens, drawn_units(run, step, tokens)),
+        sample=sample,
+        missing=missing,
     )
 
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
     """The tokens that have a share in the step's largest update with shares, with `share` and `probability`."""
-    wanted = [
-        "step",
-        "rollout",
-        "position",
-        "update",
-        "token_id",
-        "logp",
-        "advantage",
-        "weight",
-        "loss_coef",
-    ]
-    wanted += ["attribution", "score_norm", "score_norm_local", INCLUSION]
-    tokens = run.tokens(steps=[step], columns=wanted).dropna(subset=["attribution"])
+    tokens = run.tokens(steps=[step], columns=SHARED).dropna(subset=["attribution"])
     if tokens["update"].nunique() > 1:
         norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
         there = sorted(int(update) for update in tokens["update"].dropna().unique())
@@ -266,8 +254,7 @@ def spike_text(run: Run) -> str:
     scores = gradient_scores(run)
     if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
-    scores = scores.assign(times=scores["grad_norm"] / scores["typical"])
-    spikes = scores[scores["z"] >= SPIKE_Z]
+    spikes = spike_scores(run)
     step = int(scores.nlargest(1, "grad_norm")["step"].iloc[0])
     if len(spikes):
         each = ", ".join(

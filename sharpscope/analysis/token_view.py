@@ -16,8 +16,8 @@ from sharpscope.analysis.spikes import (
     NOT_RECORDED,
     SPIKE_Z,
     Spike,
-    gradient_scores,
     notable_steps,
+    spike_scores,
 )
 from sharpscope.analysis.study import ground_of
 from sharpscope.analysis.text import short, shown
@@ -270,20 +270,12 @@ def runs_shown(runs: Mapping[str, Run]) -> dict[str, Run]:
     there = {name: run for name, run in runs.items() if run.rows("rollouts")}
     if len(there) <= MOST_RUNS:
         return there
-    largest = pd.DataFrame(
-        {"method": run.method, "spike": _largest_spike(run)} for run in there.values()
-    )
-    ordered = largest.sort_values("spike", ascending=False, kind="stable")
-    turn = ordered.groupby("method").cumcount().sort_values(kind="stable")
+    spikes = {name: spike_scores(run)["times"].max() for name, run in there.items()}
+    ordered = sorted(there, key=lambda name: -np.nan_to_num(spikes[name]))
+    methods = pd.Series([there[name].method for name in ordered], ordered)
+    turn = methods.groupby(methods).cumcount().sort_values(kind="stable")
     chosen = set(turn.index[:MOST_RUNS])
-    return {name: run for number, (name, run) in enumerate(there.items()) if number in chosen}
-
-
-def _largest_spike(run: Run) -> float:
-    """How many times the typical gradient the largest spike of a run is; 0 without one."""
-    scores = gradient_scores(run)
-    spikes = scores[scores["z"] >= SPIKE_Z]
-    return float((spikes["grad_norm"] / spikes["typical"]).max()) if len(spikes) else 0.0
+    return {name: run for name, run in there.items() if name in chosen}
 
 
 def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:

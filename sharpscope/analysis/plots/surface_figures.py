@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
+from scipy.stats import norm
 
 from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.measures import split_of
@@ -14,32 +15,34 @@ from sharpscope.traces import Runs
 
 SMOOTH = 0.012
 """Width of the Gaussian that stands for a node of a spectral density, as a share of the spectrum's range."""
-EXTREMES = ("largest", "smallest")
 
 
-def probe_frame(runs: Runs, chosen: pd.Series) -> pd.DataFrame:
-    """The `chosen` rows of `probes` of the first run, of one functional and set of prompts: training's and `nll` if measured."""
-    table = runs[0].probes[chosen & runs[0].probes["value"].notna()]
-    table = table[~table["probe_set"].fillna("").map(split_of).eq("heldout")]
-    names = list(dict.fromkeys(table["functional"]))
-    functional = "nll" if "nll" in names else (names or [""])[0]
-    return table[(table["functional"] == functional) & table["parameters"].eq("all")]
+def probe_frame(runs: Runs, quantities: str) -> pd.DataFrame:
+    """Rows of `probes` of the first run whose quantity fits a pattern, of one functional: `nll`, if it was measured.
+
+    Those of training prompts, and of all parameters together.
+    """
+    table = runs[0].probes.dropna(subset="value")
+    table = table[table["quantity"].str.fullmatch(quantities) & table["parameters"].eq("all")]
+    table = table[table["probe_set"].fillna("").map(split_of) != "heldout"]
+    names = table["functional"].unique().tolist()
+    functional = "nll" if "nll" in names else next(iter(names), "")
+    return table[table["functional"] == functional]
 
 
 def spectrum_frame(runs: Runs) -> pd.DataFrame:
     """A spectral density of the Hessian (`probes.preset` full)."""
-    rows = probe_frame(runs, runs[0].probes["quantity"].eq("density"))
-    edges = probe_frame(runs, runs[0].probes["quantity"].isin(EXTREMES))
+    rows, edges = probe_frame(runs, "density"), probe_frame(runs, "largest|smallest")
     parts = []
-    for step, nodes in rows.groupby("step"):
-        values = nodes["rho"].to_numpy(float)
-        spread = 0.08 * float(np.ptp(values))
+    for (step, functional), nodes in rows.groupby(["step", "functional"]):
+        values, weights = nodes[["rho", "value"]].to_numpy(float).T
+        spread = 0.08 * np.ptp(values)
         grid = np.linspace(values.min() - spread, values.max() + spread, 600)
-        density = smooth_density(values, nodes["value"].to_numpy(float), grid)
-        made = pd.DataFrame({"eigenvalue": grid, "density": density}).assign(kind="density")
-        ends = edges.loc[edges["step"] == step, "value"].to_numpy(float)
-        both = pd.concat([made, pd.DataFrame({"eigenvalue": ends}).assign(kind="extreme")])
-        parts.append(both.assign(step=step, functional=nodes["functional"].iloc[0]))
+        density = smooth_density(values, weights, grid)
+        line = pd.DataFrame({"eigenvalue": grid, "density": density, "kind": "density"})
+        ends = edges.loc[edges["step"] == step, "value"].astype(float)
+        extremes = pd.DataFrame({"eigenvalue": ends, "kind": "extreme"})
+        parts.append(pd.concat([line, extremes]).assign(step=step, functional=functional))
     return stacked(parts, ["functional", "step", "kind", "eigenvalue", "density"])
 
 
@@ -54,8 +57,7 @@ def by_checkpoint(frame: pd.DataFrame) -> pd.DataFrame:
 def smooth_density(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> np.ndarray:
     """Density at `grid` of `weights` at `nodes`, each a Gaussian; it integrates to their sum over a grid that holds them."""
     width = SMOOTH * (grid[-1] - grid[0])
-    away = (grid[:, None] - nodes[None]) / width
-    return np.asarray(np.exp(-0.5 * away**2) @ weights / (width * np.sqrt(2 * np.pi)))
+    return np.asarray(norm.pdf(grid[:, None], nodes, width) @ weights)
 
 
 @plot(spectrum_frame, "eigenvalue", "density")
@@ -91,12 +93,12 @@ DIRECTIONS = {
 
 def slice_frame(runs: Runs) -> pd.DataFrame:
     """Slices of the loss (`probes.preset` full)."""
-    rows = probe_frame(runs, runs[0].probes["quantity"].str.startswith("slice_"))
-    named = rows["quantity"].map(DIRECTIONS)
+    rows = probe_frame(runs, "slice_.*").rename(columns={"rho": "distance", "value": "loss"})
     number = rows["quantity"].str.extract(r"(\d+)$")[0].astype(float) + 1
     random = number.map("random direction {:.0f}".format)
-    made = {"direction": named.fillna(random), "distance": rows["rho"], "loss": rows["value"]}
-    return rows[["functional", "step"]].assign(**made).reset_index(drop=True)
+    rows["direction"] = rows["quantity"].map(DIRECTIONS).fillna(random)
+    columns = ["functional", "step", "direction", "distance", "loss"]
+    return rows[columns].reset_index(drop=True)
 
 
 @plot(slice_frame, "direction", "distance", "loss")
@@ -148,9 +150,7 @@ def plane(figure: Picture, frame: pd.DataFrame) -> None:
     axis.plot(path["first"], path["second"], color="white", marker=".", linewidth=1)
     axis.plot(0, 0, "o", color="white", markeredgecolor="black", markersize=5)
     figure.colorbar(filled, ax=axis, label="loss", pad=0.02)
-    names = (
-        str(frame["axes"].iloc[0]) if "axes" in frame else "first direction and second direction"
-    )
-    first, second = names.split(" and ")
+    names = frame["axes"].iloc[0] if "axes" in frame else "first direction and second direction"
+    first, second = str(names).split(" and ")
     axis.set(xlabel=f"distance along {first} [L2 norm]", ylabel=f"along {second} [L2 norm]")
     axis.grid(visible=False)
