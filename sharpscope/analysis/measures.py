@@ -265,24 +265,20 @@ def dose_of(runs: Iterable[Run], method: str) -> Dose:
     return Dose(method, *found)
 
 
-def answer_noise(run: Run, split: str, step: int, temperature: float = SAMPLED) -> float | None:
-    """Variance of an accuracy from sampling k answers to each of its n fixed prompts; None if it was not evaluated.
+def answer_noise(run: Run, split: str, step: int) -> float | None:
+    """Variance of an accuracy at T = 1 from sampling k answers to each of its n fixed prompts; None if it was not evaluated.
 
     V_w/(n·k) with V_w = (p(1 − p) − n·s²)·k/(k − 1), s the standard error clustered by prompt; p(1 − p)/n, an upper bound, for
     one answer per prompt.
     """
     rows = run.eval[(run.eval["split"] == split) & (run.eval["step"] == step)]
-    rows = rows[np.isclose(rows["temperature"], temperature)]
+    rows = rows[np.isclose(rows["temperature"], SAMPLED)]
     single = rows[rows["level"] != "all"]
     rows = single if len(single) else rows
     if not len(rows):
         return None
     n, k, p = (rows[name].to_numpy(dtype=float) for name in ("n", "k", "accuracy"))
-    error = (
-        rows["std_error"].to_numpy(dtype=float)
-        if "std_error" in rows
-        else np.full(len(n), math.nan)
-    )
+    error = rows.reindex(columns=["std_error"])["std_error"].to_numpy(dtype=float)
     within = np.maximum(0.0, p * (1 - p) - n * error**2) * k / np.maximum(k - 1, 1)
     within = np.where((k > 1) & np.isfinite(error), within, p * (1 - p))
     return float(np.sum((n / n.sum()) ** 2 * within / (n * k)))

@@ -29,7 +29,7 @@ from sharpscope.analysis.statistics import (
 )
 from sharpscope.analysis.study import Study, ground_of, last_step, per_run, studies
 from sharpscope.analysis.text import sampling
-from sharpscope.traces import MAX_SATURATION, Run
+from sharpscope.traces import MAX_SATURATION, Row, Run
 
 COLUMNS = [
     *(
@@ -104,7 +104,7 @@ def compare_runs(
     names = (
         runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
     )
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     if len(names) == 2:
         a, b = names.values()
         labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
@@ -125,9 +125,7 @@ def compare_runs(
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def _compared(
-    first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]
-) -> Iterator[dict[str, object]]:
+def _compared(first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]) -> Iterator[Row]:
     """A row for each quantity that at least one pair has."""
     found: dict[str, list[tuple[int, Difference]]] = {}
     for seed, a, b in pairs:
@@ -158,7 +156,7 @@ def _compared(
         }
 
 
-def _summary(parts: Mapping[int, Difference]) -> dict[str, object]:
+def _summary(parts: Mapping[int, Difference]) -> Row:
     """Mean difference with its interval, p of the sign-flip test, median, worst pair, and the seeds that would halve it."""
     n, one = len(parts), next(iter(parts.values()))
     data = np.array([part.treatment - part.baseline for part in parts.values()])

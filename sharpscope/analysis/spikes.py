@@ -155,9 +155,10 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
     found = Spike(step, scores["grad_norm"], scores["z"], scores["typical"])
     if len(norms) > 1:
-        chosen = norms.astype(float).idxmax() if tokens.empty else tokens["update"].iloc[0]
-        named = f"update {int(chosen) + 1} of {len(norms)}"
-        found = replace(found, grad_norm=float(norms[chosen]), update=named)
+        largest = norms.index[int(norms.argmax())]
+        chosen = int(largest if tokens.empty else tokens["update"].iloc[0])
+        norm, named = float(norms.loc[chosen]), f"update {chosen + 1} of {len(norms)}"
+        found = replace(found, grad_norm=norm, update=named)
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
         return replace(found, missing=f"no token's share was recorded at this step{how}")

@@ -54,12 +54,11 @@ class Number:
     last: str
     values: list[float]
 
-    def path(self, width: float = 120.0, height: float = 28.0) -> str:
-        """The course as the path of an SVG element of this size."""
+    def path(self) -> str:
+        """The course as the path of an SVG element of 120 by 28."""
         data = np.asarray(self.values)
-        spread = float(np.ptp(data)) or 1.0
-        x = np.linspace(1.0, width - 1.0, len(data))
-        y = height - 2.0 - (height - 4.0) * (data - data.min()) / spread
+        x = np.linspace(1.0, 119.0, len(data))
+        y = 26.0 - 24.0 * (data - data.min()) / (float(np.ptp(data)) or 1.0)
         return "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
 

@@ -47,6 +47,7 @@ from sharpscope.surface.surface import Surface
 from sharpscope.tasks import Example, Task
 from sharpscope.traces import (
     MAX_SATURATION,
+    Row,
     Run,
     RunLock,
     TraceWriter,
@@ -260,7 +261,7 @@ def outcome_rows(
     readings: Mapping[str, Reading],
     start: Mapping[str, Reading],
     sound: bool,
-) -> list[dict[str, object]]:
+) -> list[Row]:
     """Rows of the table `forks`, one for each outcome of an update.
 
     An outcome is valid if the update is `sound`, the outcome finite, its effective sample size large enough, and, for a
@@ -426,7 +427,7 @@ class Measure:
         """The held-out prompts of a batch."""
         return replace(self._heldout, cursor=batch * self.spec.prompts).take(self.spec.prompts)
 
-    def batch_rows(self, name: str, batch: int) -> Iterator[dict[str, object]]:
+    def batch_rows(self, name: str, batch: int) -> Iterator[Row]:
         """Rows of the table `forks` of all arms on one batch."""
         start = self.start
         start.restore()

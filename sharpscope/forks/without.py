@@ -31,7 +31,7 @@ from sharpscope.forks.token_sets import TokenSet
 from sharpscope.recording.run_folder import set_threads
 from sharpscope.recording.step import UpdateResult
 from sharpscope.settings import validate
-from sharpscope.traces import Run, RunLock, TraceWriter, load_run, update_run_info
+from sharpscope.traces import Row, Run, RunLock, TraceWriter, load_run, update_run_info
 
 ALL = "all tokens"
 GRADIENT, UPDATE = "layer_gradient:", "layer_update:"
@@ -134,9 +134,9 @@ def _check(
 class Found:
     """What the arms gave: rows of the table `forks`, the leading tokens, predicted and measured changes."""
 
-    rows: list[dict[str, object]]
+    rows: list[Row]
     tokens: list[dict[str, float]]
-    predictions: list[dict[str, object]]
+    predictions: list[Row]
 
 
 def _arms(

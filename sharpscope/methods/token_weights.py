@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -18,6 +19,8 @@ from sharpscope.settings.reading import function_path, import_function, what_rai
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
+
+    from sharpscope.methods.plan import StepTensors
 
 #: Constants published for GRPO-SG (arXiv 2511.00066): w = clip(alpha·[sigmoid(u/tau) − mu], L, U).
 PAPER_SIGMOID: dict[str, float] = {
@@ -107,15 +110,17 @@ class Weighting(Part):
         """The weighting of a step with this mean entropy [nats], after that of the step before; itself if it stays the same."""
         return self
 
-    def calibrated(self, step: Any, xp: Any) -> Self:
+    def calibrated(self, step: StepTensors, xp: ModuleType) -> Self:
         """The weighting with every constant filled in from a step (`StepTensors`); given constants are kept."""
         return self
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """Weights (N, T) of a step (`StepTensors`), anything outside the loss tokens; schedules must be resolved."""
         raise NotImplementedError
 
-    def evaluate(self, step: Any, xp: Any, generator: Generator | None = None) -> Tensor:
+    def evaluate(
+        self, step: StepTensors, xp: ModuleType, generator: Generator | None = None
+    ) -> Tensor:
         """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens."""
         mask = step.mask.bool()
         weight = self.weights(step, xp, generator) if bool(mask.any()) else xp.zeros_like(step.logp)
@@ -179,7 +184,7 @@ class UniformWeight(Weighting):
 
     kind: Literal["uniform"] = "uniform"
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """Ones."""
         return xp.ones_like(step.logp)
 
@@ -197,7 +202,7 @@ class LinearWeight(Weighting):
         """[1 − alpha, 1]."""
         return 1.0 - number(self.alpha), 1.0
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """Linear in π, from 1 − alpha to 1."""
         return number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
 
@@ -213,7 +218,7 @@ class PowerWeight(Weighting):
         """[0, 1]."""
         return 0.0, 1.0
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The power of π, computed from ln π."""
         return xp.exp(number(self.gamma) * step.logp)
 
@@ -231,7 +236,7 @@ class CovarianceGaussianWeight(Weighting):
     """group: as published; step and completion: m and σ are mean and std of c over all loss tokens of the step, or over
     those of the token's completion, and the weights are not divided by their mean."""
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The kernel of each token's covariance, in the form that `over` names."""
         mask, covariance = step.mask.bool(), step.covariance  # c is 0 outside the mask
         if self.over == "completion":
@@ -254,7 +259,7 @@ class CovarianceGaussianWeight(Weighting):
         return weight.to(step.logp.dtype)
 
 
-def _mean_one_by_group(exponent: Tensor, mask: Tensor, group: Tensor, xp: Any) -> Tensor:
+def _mean_one_by_group(exponent: Tensor, mask: Tensor, group: Tensor, xp: ModuleType) -> Tensor:
     """exp(exponent) (N, T) divided by its mean over the loss tokens of the row's group (N,)."""
     labels, member = group.to(mask.device).unique(return_inverse=True)
     highest = xp.where(mask, exponent, -xp.inf).amax(1)  # (N,)
@@ -288,7 +293,7 @@ class PolarityWeight(Weighting):
         """Whether the target is empty."""
         return self.target is None
 
-    def calibrated(self, step: Any, xp: Any) -> Self:
+    def calibrated(self, step: StepTensors, xp: ModuleType) -> Self:
         """The target is the step's mean entropy."""
         if self.target is not None:
             return self
@@ -299,7 +304,7 @@ class PolarityWeight(Weighting):
             )
         return self.replace(target=target)
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """1 ± alpha·phase by the sign of the token's entropy change."""
         alpha, target = number(self.alpha), number(self.target)
         entropy = float(step.entropy[step.mask.bool()].double().mean())
@@ -345,7 +350,7 @@ class StareWeight(Weighting):
             W=min(max(self.W + sign, 1.0), 1.5), M=min(max(self.M - sign, 0.5), 1.0)
         )
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """W and M on the most surprising tokens, 1 on the others and while the entropy is high."""
         mask, weight = step.mask.bool(), xp.ones_like(step.logp)
         if float(step.entropy[mask].double().mean()) >= self.target:
@@ -370,7 +375,7 @@ class PepoWeight(Weighting):
     kind: Literal["pepo"] = "pepo"
     window: int = Field(101, ge=1, description="Width of the window [tokens]; published 101.")
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The windowed softmax of the entropies, with mean 1 over a completion, where A > 0."""
         mask, half = step.mask.bool(), self.window // 2
         # (N, T) loss tokens first, in order
@@ -403,7 +408,7 @@ class EntropyAdvantageWeight(Weighting):
         1.0, description="Factor of the term; a schedule lets it fade (arXiv 2605.25381)."
     )
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """What the entropy term adds to A, as a factor of A."""
         size = step.token_advantage.abs()
         term = (0.4 * step.entropy / xp.where(size > 0, size, 1.0)).clip(max=0.5)
@@ -426,7 +431,7 @@ class EffectWeight(Weighting):
     """Strength; below 0, tokens that raise the outcome weigh more."""
     radius: float = Field(0.05, gt=0, description="SAM's radius [parameters' L2 norm].")
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The weights of the step's effects, which `StepTensors` must have."""
         if step.effect is None:
             raise UserError(
@@ -462,7 +467,7 @@ class CustomWeight(Weighting):
         """Bounds that the function declares (`weight_bounds`)."""
         return getattr(self._imported(), "weight_bounds", None)
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """What the function returns."""
         function = self._imported()
         try:
@@ -572,17 +577,17 @@ class SigmoidWeight(Weighting):
             name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None
         }
 
-    def statistic(self, step: Any) -> Any:
+    def statistic(self, step: StepTensors) -> Any:
         """u (N, T), the logit."""  # noqa: D403 - a symbol
         return step.logit
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The clipped sigmoid of the statistic."""
         known = self.constants()
         alpha, tau, mu, low, high, u0 = (number(known.get(name)) for name in PAPER_SIGMOID)
         return (alpha * (xp.sigmoid((self.statistic(step) - u0) / tau) - mu)).clip(low, high)
 
-    def calibrated(self, step: Any, xp: Any) -> Self:
+    def calibrated(self, step: StepTensors, xp: ModuleType) -> Self:
         """Tau and u0 such that the 10th and 90th percentile of u land on L and U; preset `auto` becomes `calibrated`.
 
         With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
@@ -624,7 +629,7 @@ class EntropyWeight(SigmoidWeight):
     L: float | None = Field(1.0, ge=0, description="Smallest weight.")
     U: float | None = Field(1.4, gt=0, description="Largest weight, > L.")
 
-    def statistic(self, step: Any) -> Any:
+    def statistic(self, step: StepTensors) -> Any:
         """−H: low entropy has the largest weight."""
         return -step.entropy
 
@@ -664,7 +669,7 @@ class ReverseWeight(Control):
         """Those of `of`."""
         return self.of.bounds
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """L + U − w."""
         assert self.bounds is not None  # validated
         return sum(self.bounds) - self.of.evaluate(step, xp, generator)
@@ -689,7 +694,7 @@ class ShuffledWeight(Control):
         """Those of `of`, unless the weights are multiplied."""
         return None if self.matched == "gradient" else self.of.bounds
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The weights of `of`, permuted or drawn within each completion."""
         if generator is None:
             raise ValueError("shuffled weights need a generator")
@@ -712,7 +717,7 @@ class ShuffledWeight(Control):
         return moved * (_mean(weight, step, "gradient") / mean).to(weight.dtype)
 
 
-def drawn(weight: Tensor, mask: Tensor, mass: Tensor, key: Tensor, xp: Any) -> Tensor:
+def drawn(weight: Tensor, mask: Tensor, mass: Tensor, key: Tensor, xp: ModuleType) -> Tensor:
     """Each loss token's weight (N, T) drawn, with replacement, from those of its completion with probability ∝ `mass`.
 
     `key` (N, T) is uniform in [0, 1). A completion where `mass` is 0 draws from all its loss tokens alike.
@@ -732,7 +737,7 @@ class ConstantWeight(Control):
     kind: Literal["constant"] = "constant"
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The mean weight of the step, everywhere."""
         weight = self.of.evaluate(step, xp, generator)
         return _mean(weight, step, self.matched).to(weight.dtype).expand_as(weight)
@@ -744,7 +749,7 @@ class MeanOneWeight(Control):
     kind: Literal["mean_one"] = "mean_one"
     matched: Counted = Field("tokens", description=f"What the mean counts. {COUNTED}.")
 
-    def weights(self, step: Any, xp: Any, generator: Generator | None) -> Tensor:
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The weights of `of` over their mean."""
         weight = self.of.evaluate(step, xp, generator)
         mean = _mean(weight, step, self.matched).to(weight.dtype)
@@ -755,7 +760,7 @@ class MeanOneWeight(Control):
         return weight / mean
 
 
-def _mean(weight: Tensor, step: Any, counted: Counted) -> Tensor:
+def _mean(weight: Tensor, step: StepTensors, counted: Counted) -> Tensor:
     """Mean over the step's loss tokens, a float64 scalar; over the gradient each counts by `step.mass`.
 
     Where no token carries a gradient, weights change nothing but a weighted KL term, and the tokens count alike.

@@ -36,6 +36,7 @@ from sharpscope.rules.judging import Event
 from sharpscope.tokens import attribute, effects, logp_gradient, score_norms
 from sharpscope.traces import (
     TABLES,
+    Row,
     Run,
     RunLock,
     TraceWriter,
@@ -102,7 +103,7 @@ def probe_trace(
     note = f"score norms and attribution measured afterwards, at the weights of {policy.source}"
     create_run_info(made, info | {"status": "running", "notes": [*(info.get("notes") or []), note]})
     results: list[Probed] = []
-    updates: dict[int, list[dict[str, object]]] = {}
+    updates: dict[int, list[Row]] = {}
     try:
         with RunLock(made), TraceWriter(made) as writer:
             for step in run.token_steps:
@@ -159,7 +160,7 @@ def _judge(probed: Probed, writer: TraceWriter, force: bool) -> None:
 
 def _measure(
     rows: StepRows, method: Method | None, check: Check, recorded: pd.DataFrame
-) -> tuple[Probed, dict[str, pa.Array], list[dict[str, object]]]:
+) -> tuple[Probed, dict[str, pa.Array], list[Row]]:
     """One step: what was measured, columns of its tokens and, where there are coefficients, rows of its updates."""
     frame, known = rows.frame, rows.known
     columns = {
@@ -181,7 +182,7 @@ def _measure(
     coef = rows.frame["loss_coef"].to_numpy(dtype=float)[known]
     attributed = bool(rows.whole and np.isfinite(coef).all() and known.any())
     by_layer: dict[tuple[int, int], str] = {}
-    updates: list[dict[str, object]] = []
+    updates: list[Row] = []
     said = "no effects without shares"
     if attributed:
         shares, updates = _shares(rows, check)
@@ -203,14 +204,14 @@ def _measure(
     return probed, arrays, updates
 
 
-def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[dict[str, object]]]:
+def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[Row]]:
     """(N, T) shares of ‖∇L‖² of each token's update, and the rows of the updates table."""
     model, mask = rows.policy.model, rows.rollouts.completion_mask
     shares = torch.zeros(mask.shape, dtype=torch.float64)
     parameters, groups = [p for p in model.parameters() if p.requires_grad], layer_groups(model)
     coef, update, ratio = (rows.tensor(name) for name in ("loss_coef", "update", "ratio"))
     update = torch.nan_to_num(update)
-    made: list[dict[str, object]] = []
+    made: list[Row] = []
     for index in update[rows.at].unique().tolist():
         used = (update == index) & mask.bool().cpu()
         part = torch.where(used, coef, 0.0)

@@ -39,6 +39,7 @@ from sharpscope.surface import (
 )
 from sharpscope.tokens import attribute, failure_coefficients, logp_gradient, score_norms
 from sharpscope.tokens.sharded import ShardedProbes
+from sharpscope.traces import Row
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -92,7 +93,7 @@ class StepValues:
         """(N,) the rollouts whose tokens are written and may be measured, and the share of groups that are."""
 
     @property
-    def rows(self) -> dict[str, object]:
+    def rows(self) -> Row:
         """Columns of the probes table; empty without an estimate."""
         return {"step": self.step, **columns(self.estimates)} if self.estimates else {}
 

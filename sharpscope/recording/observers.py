@@ -37,7 +37,7 @@ from sharpscope.rules.judging import Event
 from sharpscope.surface import Estimate, ProbeSet, columns
 from sharpscope.tasks import Task
 from sharpscope.tokens.sharded import ShardedProbes
-from sharpscope.traces import robust_z
+from sharpscope.traces import Row, robust_z
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -97,7 +97,7 @@ class Observers:
         """The fixed prompts that are probed, once `start` has been called."""
         return self.run.probe_set
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> Row:
         """State for a checkpoint, as JSON."""
         passed = sorted(name for name in self.run.checked if name.startswith("effect_"))
         return self.schedule.state() | {
@@ -111,7 +111,7 @@ class Observers:
         self.run.checked |= set(state.get("checked_effects", ()))
         self.schedule.restore(state)
 
-    def start(self, task: Task, info: dict[str, object]) -> list[Event]:
+    def start(self, task: Task, info: Row) -> list[Event]:
         """Load or build the probe set, where a schedule needs one; `info` is run.json."""
         config = self.run.config
         if not needs_probe_set(config):
@@ -128,7 +128,7 @@ class Observers:
             self.fixed = fixed.with_reward(torch.zeros(len(solved)))
         return self.surface.start(probe_set, info)
 
-    def entropy_row(self, step: int, scorer: Scorer) -> dict[str, object] | None:
+    def entropy_row(self, step: int, scorer: Scorer) -> Row | None:
         """The row of the probes table with the mean entropy after `step` at the fixed tokens [nats]; None where it is not due."""
         times = self.schedule.entropy
         if self.fixed is None or self.probe_set is None or not times.due(step):

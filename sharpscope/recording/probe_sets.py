@@ -42,6 +42,7 @@ from sharpscope.surface.algorithms import quadratic_form
 from sharpscope.surface.estimate import with_prompts
 from sharpscope.surface.operators import flatten
 from sharpscope.tasks import Example, Task
+from sharpscope.traces import Row
 
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
@@ -233,7 +234,7 @@ class SurfaceProbes:
                 rows.append(with_prompts(along, few.curvature_by_prompt(flat / length(flat))))
         return labeled(rows, functional="nll", probe_set=self.probe_set.name("train"))
 
-    def rows(self, step: int) -> tuple[dict[str, dict[str, object]], list[Event]]:
+    def rows(self, step: int) -> tuple[dict[str, Row], list[Event]]:
         """Columns of the tables `probes` and `probe_prompts`, and an event for each estimate that is not reliable."""
         assert self.probe_set is not None and self.drawer is not None
         estimates: list[Estimate] = []

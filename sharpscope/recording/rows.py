@@ -26,6 +26,7 @@ from sharpscope.recording.step import (
     UpdateResult,
 )
 from sharpscope.seeds import generator
+from sharpscope.traces import Row
 
 ROTATION = (
     "gradient_rotation",
@@ -83,9 +84,9 @@ def steps_row(
     }
 
 
-def update_columns(step: int, updates: Sequence[UpdateResult]) -> dict[str, object]:
+def update_columns(step: int, updates: Sequence[UpdateResult]) -> Row:
     """Columns of the updates table, a row for each update of the step; NaN becomes null except in loss and norms."""
-    columns: dict[str, object] = {
+    columns: Row = {
         "step": step,
         "update": np.arange(len(updates)),
         "skipped": np.array([u.skipped for u in updates], dtype=bool),
@@ -164,7 +165,7 @@ def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask
     return float((killed[mask] != 0).double().mean())
 
 
-def rollout_columns(step: int, batch: RolloutBatch) -> dict[str, object]:
+def rollout_columns(step: int, batch: RolloutBatch) -> Row:
     """Columns of the rollouts table."""
     rollouts = batch.rollouts
     return {
@@ -182,7 +183,7 @@ def rollout_columns(step: int, batch: RolloutBatch) -> dict[str, object]:
     }
 
 
-def id_columns(rollouts: Rollouts) -> dict[str, object]:
+def id_columns(rollouts: Rollouts) -> Row:
     """token_ids and prompt_tokens of the rollouts table: what a checkpoint needs to read the completions again."""
     rows = zip(rollouts.input_ids.cpu(), rollouts.attention_mask.bool().cpu(), strict=True)
     ids = [json.dumps(row[seen].tolist()) for row, seen in rows]
@@ -225,7 +226,7 @@ def token_columns(
     temperature: float,
     by_layer: Mapping[tuple[int, int], Mapping[str, float]] | None = None,
     written: tuple[Tensor, float] | None = None,
-) -> dict[str, object]:
+) -> Row:
     """Columns of the tokens table, a row for each loss token.
 
     `probed` has its probe columns (N, T), NaN where not measured; `by_layer` the norms by layer of (rollout, position); `written`
@@ -243,7 +244,7 @@ def token_columns(
 
     used = flat(tokens.update) >= 0
     stats = tokens.stats
-    columns: dict[str, object] = {
+    columns: Row = {
         "step": step,
         "rollout": rollout.numpy(),
         "position": position.numpy(),
@@ -286,7 +287,7 @@ def evaluation_row(
     rewards: Sequence[float],
     temperature: float,
     truncated: np.ndarray | None = None,
-) -> dict[str, object]:
+) -> Row:
     """A row of the eval table, of booleans (prompts, k): whether a completion is correct, and was `truncated` if that is known."""
     share, k = correct.mean(axis=1), correct.shape[1]
     each = prompt_pass_at_k(correct, k)

@@ -30,5 +30,6 @@ from sharpscope.traces.schema import (
     MAX_SATURATION,
     SCHEMA_VERSION,
     TABLES,
+    Row,
     timing_columns,
 )

@@ -92,6 +92,9 @@ def _table(name: str, row: str, key: str, columns: str) -> Table:
     return Table(name, row, tuple(key.split()), tuple(made))
 
 
+Row = dict[str, object]
+"""Column of a table -> its value in a row, or its values in several."""
+
 _ENTRIES = package_yaml("sharpscope.traces", "schema.yaml")
 TABLES: dict[str, Table] = {name: _table(name, **entry) for name, entry in _ENTRIES.items()}
 

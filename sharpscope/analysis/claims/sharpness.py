@@ -40,7 +40,7 @@ from sharpscope.analysis.measures import (
     train_accuracy,
 )
 from sharpscope.analysis.study import GRID, Pair, Pairing, Study, grid_settings, most_common
-from sharpscope.traces import MAX_SATURATION, Run
+from sharpscope.traces import MAX_SATURATION, Row, Run
 
 MEASURES = {"sam": "SAM", "asam": "adaptive (ASAM)"}
 
@@ -196,7 +196,7 @@ def grid_frame(study: Study) -> pd.DataFrame:
         for q, found in shared.items()
         if found is not None
     }
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for name, run in measured.items():
         step = last_evaluation(run)
         if step is None or (value := gap(run, step)) is None:
@@ -227,7 +227,7 @@ def agreement(
     The granulated coefficient (Jiang et al. 2020): τ is averaged over groups of runs that differ in one axis, then over axes, so that
     settings which move both count for nothing. Also a column for each axis, and the number of pairs.
     """
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for _, runs in frame.groupby(list(stratum), sort=True):
         row: dict[str, Any] = {"seed": runs["seed"].iloc[0], "pairs": 0}
         for axis in axes:

@@ -34,7 +34,7 @@ def spectrum_frame(runs: Runs) -> pd.DataFrame:
     """A spectral density of the Hessian (`probes.preset` full)."""
     rows, edges = probe_frame(runs, "density"), probe_frame(runs, "largest|smallest")
     parts = []
-    for (step, functional), nodes in rows.groupby(["step", "functional"]):
+    for step, nodes in rows.groupby("step"):
         values, weights = nodes[["rho", "value"]].to_numpy(float).T
         spread = 0.08 * np.ptp(values)
         grid = np.linspace(values.min() - spread, values.max() + spread, 600)
@@ -42,7 +42,8 @@ def spectrum_frame(runs: Runs) -> pd.DataFrame:
         line = pd.DataFrame({"eigenvalue": grid, "density": density, "kind": "density"})
         ends = edges.loc[edges["step"] == step, "value"].astype(float)
         extremes = pd.DataFrame({"eigenvalue": ends, "kind": "extreme"})
-        parts.append(pd.concat([line, extremes]).assign(step=step, functional=functional))
+        both = pd.concat([line, extremes])
+        parts.append(both.assign(step=step, functional=nodes["functional"].iloc[0]))
     return stacked(parts, ["functional", "step", "kind", "eigenvalue", "density"])
 
 

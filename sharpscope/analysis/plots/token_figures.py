@@ -338,18 +338,17 @@ def token_steps(figure: Picture, frame: pd.DataFrame) -> None:
     axis.set(xlabel="step", ylabel="token")
 
 
-def heat_map(axis: Axes, table: pd.DataFrame, label: str, limit: float | None = None) -> None:
-    """A table as a heat map around 0; full color at `limit`, or at the 98 % quantile of the sizes."""
-    sizes = np.abs(table.to_numpy(float))
-    end = float(np.nanquantile(sizes, 0.98)) if limit is None else limit
+def heat_map(axis: Axes, table: pd.DataFrame, label: str) -> None:
+    """A table as a heat map around 0; full color at the 98 % quantile of the sizes."""
+    end = float(np.nanquantile(np.abs(table.to_numpy(float)), 0.98)) or 1.0
     axis.grid(visible=False)
     wide = inches(axis) > 5
     sns.heatmap(
         table,
         cmap=diverging(),
         center=0.0,
-        vmin=-(end or 1.0),
-        vmax=end or 1.0,
+        vmin=-end,
+        vmax=end,
         cbar_kws={"label": label, "pad": 0.02},
         linewidths=0.3 if table.size < 800 else 0.0,
         linecolor=mpl.rcParams["figure.facecolor"],
