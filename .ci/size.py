@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sharpscope"
 LIMITS = {
-    "nodes": 400_000,
-    "nodes a line": 7.5,
-    "nodes a line of one module": 11.0,
+    "nodes": 395_000,
+    "nodes a line": 7.45,
+    "nodes a line of one module": 10.6,
     "circles": 0,
-    "Any": 690,
+    "Any": 495,
 }
 """Largest values that are allowed."""
 
