@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from experiments.warm_start.pretraining import warm_start
+from experiments.warm_start.pretraining import warm_start as warm_start

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from experiments.warm_start import warm_start
 from sharpscope.config.run import EMBEDDED_NAMES
 from sharpscope.errors import UserError
-from experiments.warm_start import warm_start
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -32,9 +32,9 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from experiments.warm_start.demonstrations import Demonstration, demonstrations
 from sharpscope.errors import UserError
 from sharpscope.policy import embedded_policy
-from experiments.warm_start.demonstrations import Demonstration, demonstrations
 
 SUMMARY = "warm_start.json"
 
