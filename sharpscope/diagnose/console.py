@@ -40,6 +40,10 @@ _STEP = re.compile(
     r"[^\w\n]{0,12}(\d+)(?![\w.]*\d*s/)",
     re.IGNORECASE,
 )
+_STEP_OF_ALL = re.compile(r"\b(?:global|train(?:ing)?)[ _]step[^\w\n]{0,12}(\d+)", re.IGNORECASE)
+"""Step of the whole training, which may stand beside one of an epoch."""
+_CELLS = re.compile(rf"(?<=[│┃|]) *([A-Za-z][^│┃|:]*?) *[│┃|] *({_NUMBER}) *(?=[│┃|])")
+"""Names and values in the cells of a table that is printed at each step."""
 _EPOCH = re.compile(r"\W*epoch[^\w\n]{0,12}(\d+)(?![\w.])", re.IGNORECASE)
 BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+)\s*\[")
 _RAY = re.compile(r"^(?:\x1b\[\d+m)?\([^()]*pid=\d+[^()]*\)\s?")
@@ -90,7 +94,8 @@ def console(lines: Iterable[str]) -> Table:
         if "{" in line:
             row = _dict_row(line)
             if row:
-                dicts.add(row, len(bars))
+                step = _step(line[: line.index("{")])
+                dicts.add({"step": step, **row} if step else row, len(bars))
                 continue
         if _DASH_START.search(line):
             dashes.add(dict(_DASH_PAIR.findall(line[line.index("step:") :])), len(bars))
@@ -125,22 +130,31 @@ def _dict_row(line: str) -> dict[str, object]:
     return dict(_DICT_PAIR.findall(text))
 
 
+def _step(text: str) -> str:
+    """The step that a text says; empty if it says none."""
+    found = _STEP_OF_ALL.search(text) or _STEP.search(text)
+    return found[1] if found else ""
+
+
 def _read_line(line: str, in_block: bool, printed: _Printed, bars: int) -> bool:
     """Read a line of `key: value`, as a row of its own or as a part of the block that a line with a step began.
 
     Returns:
         Whether the next line may be a part of a block.
     """
-    step, epoch = _STEP.search(line), _EPOCH.match(line)
+    step, epoch = _step(line), _EPOCH.match(line)
     found = {
         (name or equal or spaced).strip(): number or of_equal or of_space
         for name, number, equal, of_equal, spaced, of_space in _LINE_PAIR.findall(line)
     }
-    if step is not None:
-        printed.add({**found, "step": step[1]}, bars)
+    if step:
+        printed.add({**found, "step": step}, bars)
         return True
     if epoch is not None and found:
         printed.add({"epoch": epoch[1], **found}, bars)
+    elif in_block and line.strip().startswith(("│", "┃", "|")):
+        for name, number in _CELLS.findall(line):
+            printed.table.complete(name, number)
     elif in_block and len(found) == 1:
         ((name, number),) = found.items()
         if line.strip(_BULLETS).startswith(name):

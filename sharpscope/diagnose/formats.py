@@ -22,6 +22,7 @@ READS = (
 )
 
 
+_JSON = re.compile(r"\{|\[\s*(?:[\[{\"]|//|$)")
 _MLFLOW = re.compile(r"\d{12,14} \S+ \d+")
 
 
@@ -66,7 +67,7 @@ def _read_lines(file: Path, start: bytes, notes: list[str]) -> Content:
     if len(start) < HEAD:
         sample.append("")  # the last line is whole
     first = filled[0] if filled else ""
-    if first.startswith(("{", "[")):
+    if _JSON.match(first):
         if len(filled) > 1 and _are_json_lines(filled):
             return Content(format="JSON lines", table=json_lines(lines(file, notes)))
         document = _document(file)

@@ -124,8 +124,8 @@ class Table:
         if depth >= DEEPEST:
             self.left_out["nested too deeply"] += 1
             return
-        # verl's file logger writes {"step": 1, "data": {…}}
-        wrapper = key == "data" and "step" in row
+        # verl's file logger writes {"step": 1, "data": {…}}, ROLL's {"step": 1, "metrics": {…}}
+        wrapper = key in ("data", "metrics") and "step" in row
         self._add(value, "" if wrapper else f"{prefix}{key}/", depth + 1)
 
     def put(self, key: str, row: int, value: float) -> None:

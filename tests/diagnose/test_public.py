@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ from sharpscope.diagnose import diagnose, read_log
 from sharpscope.diagnose.findings import FALSE_ALARMS
 from sharpscope.diagnose.formats import json_lines
 from sharpscope.diagnose.names import name_columns
+from sharpscope.diagnose.trainers import BY_TRAINER
 from sharpscope.errors import UserError
 from sharpscope.rules.measures import implicit_at_start, kl_drift, negative, spike
 from tests.diagnose.variants import write_rows
+from tests.loops import some
 
 
 def test_of_several_ways_to_print_the_one_that_names_quantities_is_read(tmp_path):
@@ -168,3 +172,18 @@ def test_the_base_rate_is_that_of_runs_with_as_few_groups(tmp_path):
     counts = [FALSE_ALARMS["gradient_spike"][f"simulated, {n} groups a step"] for n in (1, 2)]
     alarms, runs = (sum(column) for column in zip(*counts, strict=True))
     assert f"in {alarms} of {runs} healthy runs" in spiked.certainty and runs == 600
+
+
+def test_the_page_lists_the_keys_of_each_trainer():
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text("utf-8")
+    rows = [row for row in page.split("\n") if row.startswith("| ") and " | `" in row]
+    for trainer in some(list(BY_TRAINER.values())[1:], 14):
+        cells = [
+            "<br>".join(
+                " + ".join(f"`{key}`" for key in keys) for keys in trainer.keys.get(name, ())
+            )
+            for name in ("reward", "grad_norm", "entropy", "kl", "length", "loss")
+        ]
+        row = f"| {trainer.name} | {' | '.join(cell or '–' for cell in cells)} |"
+        assert row.replace("  ", " ") in rows, row
+        assert f"| {trainer.name} | {trainer.source} |" in page, trainer.source

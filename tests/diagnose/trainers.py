@@ -171,6 +171,46 @@ def _swift(rows: Rows, folder: Path) -> Path:
     return _lines(made, folder / "logging.jsonl")
 
 
+def _lines_of(
+    prefix: Callable[[int], str], text: Callable[[dict], str]
+) -> Callable[[Rows, Path], Path]:
+    """A terminal's lines: a prefix and what the trainer prints of a row, between messages."""
+
+    def write(rows: Rows, folder: Path) -> Path:
+        lines = []
+        for row in rows:
+            kept = {key: value for key, value in row.items() if key != "step"}
+            lines += ["(pid=7) INFO generating", prefix(int(row["step"])) + text(kept)]
+        (folder / "out.log").write_text("\n".join(lines) + "\n")
+        return folder / "out.log"
+
+    return write
+
+
+def _boxes(row: dict) -> str:
+    """AReaL's table of a step, two quantities a line."""
+    cells = [f"{key} │ {float(value)!r}" for key, value in row.items()]
+    pairs = [f"│ {' │ '.join(cells[at : at + 2])} │" for at in range(0, len(cells), 2)]
+    return "\n".join(["┌───┬───┐", *pairs, "└───┴───┘"])
+
+
+def _page(rows: Rows, folder: Path) -> Path:
+    """The table that a notebook shows, with the titles of transformers and spaces around "/"."""
+    titles = {"step": "Step", "loss": "Training Loss"}
+    head = "".join(f"<th>{titles.get(key, key.replace('/', ' / '))}</th>" for key in rows[0])
+    body = "".join(
+        "<tr>" + "".join(f"<td>{float(v)!r}</td>" for v in row.values()) + "</tr>" for row in rows
+    )
+    cell = {"outputs": [{"data": {"text/html": [f"<table><tr>{head}</tr>{body}</table>"]}}]}
+    (folder / "train.ipynb").write_text(json.dumps({"cells": [cell]}))
+    return folder / "train.ipynb"
+
+
+def _llamafactory(rows: Rows, folder: Path) -> Path:
+    made = [{"current_steps": row.pop("step"), **row} for row in map(dict, rows)]
+    return _lines(made, folder / "trainer_log.jsonl")
+
+
 def keys(trainer: str) -> dict[str, tuple[str, ...]]:
     """Canonical quantity of `run` -> the keys under which a trainer writes it."""
     known = BY_TRAINER[trainer]
@@ -192,6 +232,19 @@ _TRL_OTHERS = {
 }
 _TRL_OTHERS |= {"clip_ratio/high_max": 0.0, "step_time": 9.1}
 _CHART = {name: tuple(f"train/{key}" for key in written) for name, written in _TRL.items()}
+_OPENRLHF = {
+    "reward": ("rollout/reward_mean",),
+    "grad_norm": ("actor_grad_norm",),
+    "entropy": ("entropy_loss",),
+    "kl": ("kl",),
+    "length": ("rollout/response_length_mean",),
+    "truncated": ("rollout/truncated_rate",),
+    "clipped": ("ppo_clip_ratio",),
+    "mismatch": ("logprobs_diff",),
+    "mismatch_kl": ("vllm_kl",),
+    "lr": ("actor_lr",),
+    "loss": ("policy_loss",),
+}
 _OWN = {"reward": ("reward",), "grad_norm": ("opt/grad_norm",), "entropy": ("entropy",)}
 _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "TRL": (_TRL_OTHERS, _state),
@@ -218,6 +271,16 @@ _WRITTEN: dict[str, tuple[dict[str, float], Callable[[Rows, Path], Path]]] = {
     "NeMo-RL": ({"train/token_mult_prob_error": 1.01, "train/probs_ratio_max": 9.0}, _tensorboard),
     "SkyRL": ({"reward/avg_pass_at_8": 0.5, "timing/step": 30.0}, _csv),
     "open-instruct": ({"val/ratio": 1.0, "time/total": 50.0}, _wandb),
+    "ROLL": (
+        {"actor/approxkl@sum": 0.2, "time/step_train": 3.0},
+        _lines_of(
+            lambda step: (
+                f'[2026-01-01 12:00:00] [tracking.py (120)] metrics_tag: {{"step": {step}, "metrics": '
+            ),
+            lambda row: json.dumps(row) + "}",
+        ),
+    ),
+    "LLaMA-Factory": ({"total_steps": 120.0, "percentage": 1.0}, _llamafactory),
     "AReaL": (
         {"ppo_actor/update/dual_clip_ratio/avg": 0.5, "ppo_actor/seq_len/avg": 300.0},
         _tensorboard,
@@ -230,6 +293,26 @@ TRAINERS: dict[str, Trainer] = {
     "TRL, W&B chart": Trainer("TRL", _CHART, {"train/num_tokens": 9.0}, _wandb),
     "TRL, ms-swift": Trainer(
         "TRL", _TRL, {"memory(GiB)": 52.2, "train_speed(iter/s)": 0.01}, _swift
+    ),
+    "OpenRLHF, terminal": Trainer(
+        "OpenRLHF",
+        {**_OPENRLHF, "reward_std": ("rollout/reward_std",)},
+        {"return": 0.3, "ppo_kl": 0.1},
+        _lines_of(lambda step: f"(PPOTrainer pid=1) Global step {step}: ", str),
+    ),
+    "AReaL, terminal": Trainer(
+        "AReaL",
+        keys("AReaL"),
+        {"ppo_actor/seq_len/avg": 300.0},
+        _lines_of(
+            lambda step: (
+                f"StatsLogger: Epoch {1 + step // 10}/12 Step {step % 10}/10 Train step {step}/120 done.\n"
+            ),
+            _boxes,
+        ),
+    ),
+    "TRL, unsloth's notebook": Trainer(
+        "TRL", {k: v for k, v in _TRL.items() if k not in ("grad_norm", "lr")}, {}, _page
     ),
     "own keys": Trainer("", _OWN, {"speed": 3.0}, _csv),
 }
