@@ -1,7 +1,7 @@
 """Command line of the benchmarks: `python -m experiments.benchmarks NAME`, run from the repository's root.
 
 Each measures a ratio in one run and prints rows of the table in speed.md: `step`, `trl`, `recording`, `rotation`, `generation`,
-`norms`, `exact`, `shares`, `surface`, `growth`, `diagnose`, `analyze`, `startup`, `fsdp` and `gpu`.
+`norms`, `exact`, `shares`, `surface`, `peers`, `growth`, `diagnose`, `analyze`, `startup`, `fsdp` and `gpu`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.benchmarks import analysis, gpu, measures, memory, training
+from experiments.benchmarks import analysis, gpu, measures, memory, peers, training
 from experiments.benchmarks.common import SHAPES, Row, table
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
@@ -25,6 +25,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "exact": lambda o: measures.exact(o.model, o.repeats, o.size, o.length),
     "shares": lambda o: measures.shares(o.model, o.repeats, o.size, o.length),
     "surface": lambda o: measures.surface(o.model, o.repeats, o.prompts, o.length),
+    "peers": lambda o: peers.peers(o.model, o.repeats, min(o.prompts, 8), o.length),
     "growth": lambda o: measures.growth(
         o.repeats,
         o.axis or list(measures.LIMITS),

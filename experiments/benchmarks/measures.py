@@ -29,9 +29,7 @@ from experiments.benchmarks.common import (
     random_rows,
 )
 from sharpscope.surface import Objective, lm_surface, sharpness
-from sharpscope.surface.algorithms import Krylov, eigenpairs, hutchpp, spectral_density
-from sharpscope.surface.backends import MeanNll, composed_silu
-from sharpscope.surface.language_model import LmSurface, token_batch
+from sharpscope.surface.language_model import token_batch
 from sharpscope.tokens import attribute, logp_gradient, score_norms
 
 
@@ -154,63 +152,12 @@ def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Ro
             "product": lambda: hessian @ vector,
         }
         found = costs(works, repeats)
-        peers = against_curvlinops(measured, vector, repeats)
     note = f"{len(few.batch)} prompts; {found['product'].extra / 2**30:.2f} GiB above what is held"
     passes = found["product"].over(found["gradient"])
     return [
         *rows,
         Row("a Hessian product of nll, in gradients", passes, "gradients", "≤ 3.5", "≤ 2.5", note),
-        *peers,
     ]
-
-
-def against_curvlinops(surface: LmSurface, vector: torch.Tensor, repeats: int) -> list[Row]:
-    """Processor time and tensors' memory of products, λ_max, trace and density in those of curvlinops on the same loss."""
-    import curvlinops
-    from curvlinops.papyan2020traces.spectrum import fast_lanczos
-    from scipy.sparse.linalg import eigsh
-
-    ours, draws = surface.hessian(), torch.Generator().manual_seed(0)
-
-    def trace() -> None:
-        space = Krylov(ours, 8, draws)
-        for _ in range(8):
-            space.extend()
-        hutchpp(ours, space, 4, draws)
-
-    with composed_silu(surface.model):
-        theirs = curvlinops.HessianLinearOperator(
-            MeanNll(surface),
-            torch.nn.L1Loss(reduction="sum"),  # the model's output is the loss itself
-            list(surface.parameters),
-            [(torch.zeros(1, 1), torch.zeros(1))],
-            check_deterministic=False,
-            num_data=1,
-        )
-        assert torch.allclose(theirs @ vector, ours @ vector, rtol=1e-3, atol=1e-3)
-        scipy, options = theirs.to_scipy(), {"max_products": 60, "capacity": 60}
-        works = {
-            "a product": (lambda: ours @ vector, lambda: theirs @ vector),
-            "the largest eigenvalue, tolerance 1 %": (
-                lambda: eigenpairs(ours, 1, 0, tolerance=1e-2, generator=draws, **options),
-                lambda: eigsh(scipy, 1, which="LA", tol=1e-2),
-            ),
-            "a trace of 12 products": (trace, lambda: curvlinops.hutchpp_trace(theirs, 12)),
-            "one run of 40 products for a density": (
-                lambda: spectral_density(ours, probes=1, generator=draws),
-                lambda: fast_lanczos(theirs, 40),
-            ),
-        }
-        rows = []
-        for name, (mine, other) in works.items():
-            found = costs({"ours": mine, "theirs": other}, repeats)
-            memory = peak(mine) / peak(other)
-            note = (
-                f"{found['ours'].cpu:.3g} against {found['theirs'].cpu:.3g} s; memory {memory:.2f}"
-            )
-            ratio = found["ours"].over(found["theirs"])
-            rows.append(Row(f"{name}, in curvlinops'", ratio, "×", note=note))
-    return rows
 
 
 LIMITS = {"length": 2.0, "batch": 1.1, "width": 2.0, "vocabulary": 1.1, "layers": 1.1, "runs": 1.1}

@@ -19,7 +19,7 @@ from sharpscope.analysis.effects import removal_text
 from sharpscope.analysis.headline import sentences
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.statistics import mean_interval
-from sharpscope.analysis.text import number, percent
+from sharpscope.analysis.text import SAME, number, percent
 from sharpscope.traces import Run
 
 COMPARISONS = {
@@ -215,7 +215,8 @@ LARGEST = 4
 """Groups of parameters that are shown, those whose gradient the leading tokens changed most."""
 UNKNOWN = "–"
 PREDICTED = (
-    "Changes against the step with all tokens, in percent of what the step changes; ± is the standard error over parts of the prompts. "
+    "Changes against the step with all tokens, in percent of what the step changes; ± is the standard error over parts of the prompts, "
+    "and a smaller change is not distinguishable. "
     "kl, entropy: of the step's own completions; heldout, sharpness: expected failure on fixed held-out completions, and its SAM rise."
 )
 MOST = 0.5
@@ -331,14 +332,20 @@ def predictions_table(predictions: pd.DataFrame) -> pd.DataFrame:
     predicted, measured, error = (
         found[name].astype(float) / scale for name in ("predicted", "measured", "std_error")
     )
-    noise = error.map(lambda value: f" ± {100 * value:.0f}", na_action="ignore").fillna("")
+
+    def text(value: float, noise: float) -> str:
+        """A change with its standard error, in words where that is larger."""
+        if noise > abs(value):
+            return SAME
+        return percent(value, sign=True) + (f" ± {100 * noise:.0f}" if noise >= 0 else "")
+
     return pd.DataFrame(
         {
             "tokens": found["arm"],
             "outcome": found["outcome"],
             "change by the step": found["step_change"].map(number),
             "predicted": [percent(x, sign=True) if pd.notna(x) else UNKNOWN for x in predicted],
-            "measured": measured.map(lambda value: percent(value, sign=True)) + noise,
+            "measured": list(map(text, measured, error)),
         }
     )
 

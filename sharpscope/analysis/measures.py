@@ -14,7 +14,7 @@ import pandas as pd
 
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import per_run
-from sharpscope.analysis.text import SAME, real, value_text
+from sharpscope.analysis.text import number, real
 from sharpscope.traces import MAX_SATURATION, Run
 
 GREEDY, SAMPLED = 0.0, 1.0
@@ -386,8 +386,8 @@ def _saturations(run: Run, functional: str) -> dict[tuple[int, float], float]:
 def sharpness_rows(run: Run) -> pd.DataFrame:
     """The estimates of SHARPNESS that are shown: all parameters, training half of the probe set, converged.
 
-    Rows of `probes` with `measure` (the quantity with its functional and radius), `half` of its 95 % interval over prompts, and
-    `saturation`.
+    Rows of `probes` with `measure` (the quantity with its functional and radius), `half` of its 95 % interval over prompts (not
+    of critical sharpness, which is of the update's own prompts), and `saturation`.
     """
     rows = run.probes
     good = rows["value"].notna() & ~rows["converged"].isin([False]) & (rows["parameters"] == "all")
@@ -409,7 +409,8 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
             if has_radius
             else math.nan
         )
-    half, rank = Z * known(rows["prompt_std_error"]), rows["quantity"].map(list(SHARPNESS).index)
+    errors = rows["prompt_std_error"].mask(rows["quantity"] == CRITICAL[0])
+    half, rank = Z * known(errors), rows["quantity"].map(list(SHARPNESS).index)
     rows = rows.assign(measure=measures, half=half, saturation=saturation, rank=rank)
     return rows.sort_values(["rank", "measure", "step"], kind="stable")
 
@@ -423,15 +424,12 @@ def critical_text(estimates: pd.DataFrame) -> str:
         return ""
     last = steps.max()
     found, limit = (of[name].loc[[last]].iloc[-1] for name in CRITICAL)
-    half = Z * real(found["prompt_std_error"])
-    return f"step {last}, {critical_sentence(real(found['value']), real(limit['value']), half)}"
+    return f"step {last}, {critical_sentence(real(found['value']), real(limit['value']))}"
 
 
-def critical_sentence(sharpness: float, threshold: float, half: float = math.nan) -> str:
-    """What a critical sharpness, with half of its 95 % interval, says about its threshold 2 / learning rate."""
-    found = f"critical sharpness {value_text(sharpness, half)}, threshold 2/lr = {threshold:.3g}"
-    if abs(sharpness - threshold) <= half or sharpness < half:
-        return f"{found}: {SAME}"
+def critical_sentence(sharpness: float, threshold: float) -> str:
+    """What a critical sharpness says about its threshold 2 / learning rate."""
+    found = f"critical sharpness {number(sharpness)}, threshold 2/lr = {number(threshold)}"
     factor = threshold / sharpness
     longer = f"could be {factor:.3g} times longer before it raised"
     means = longer if factor >= 1 else f"was {1 / factor:.3g} times too long: it raised"

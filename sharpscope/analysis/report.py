@@ -344,7 +344,10 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
             }
             rows.append(cells)
     frame = _dense(pd.DataFrame(rows))
-    note = "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds."
+    note = (
+        "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds; "
+        "critical sharpness is of the update's own batch and has none."
+    )
     if "of the possible rise" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
     if len(runs) == 1 and (said := critical_text(runs[0][1].probes)):
@@ -385,11 +388,9 @@ def _dense(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
-    """Last minus first of a run's estimates, with half of its interval over prompts; on the prompts of updates they are independent."""
+    """Last minus first of a run's estimates, with half of its interval over prompts; NaN without values by prompt."""
     ends = part.iloc[[0, -1]]
     start, end = ends["value"].astype(float)
-    if not ends["probe_set"].any():
-        return end - start, Z * math.hypot(*ends["prompt_std_error"].astype(float))
     values = _prompt_values(run)
     first, last = (values.get(key, {}) for key in _estimate_keys(ends))
     if len(first) < 2 or set(first) != set(last):

@@ -177,6 +177,8 @@ def sharpness_sentences(found: dict[str, list[Estimate]], names: list[str]) -> I
     """Loss and sharpness of both, with the difference paired by prompt."""
     import torch
 
+    from sharpscope.analysis.measures import Z
+    from sharpscope.analysis.text import SAME, change_text, value_text
     from sharpscope.surface.compare import paired
 
     titles = {"loss": "nll", "sam": "SAM sharpness", "sam_cross_fitted": "the same, cross-fitted"}
@@ -188,12 +190,13 @@ def sharpness_sentences(found: dict[str, list[Estimate]], names: list[str]) -> I
             continue
         noise = math.hypot(*(row.std_error for row in both)) if quantity == "average" else 0.0
         difference = paired(values[0], values[1], noise)
-        verdict = "" if difference.seen else ", not distinguishable"
+        said = change_text(difference.value, difference.half) if difference.half > 0 else SAME
         radius = "" if math.isnan(both[0].rho) else f" at radius {both[0].rho:.2g}"
-        yield (
-            f"{title}{radius}: {names[0]} {both[0].value:.3g}, {names[1]} {both[1].value:.3g}; "
-            f"difference {difference.value:+.2g} ± {difference.half:.2g} over {difference.prompts} prompts{verdict}"
+        texts = (
+            f"{name} {value_text(row.value, Z * row.prompt_std_error)}"
+            for name, row in zip(names, both, strict=True)
         )
+        yield f"{title}{radius}: {', '.join(texts)}; difference {said} over {difference.prompts} prompts"
         if quantity == "sam" and difference.prompts < ENOUGH:
             yield f"  with {difference.prompts} prompts plain SAM sharpness is too high; the cross-fitted one is too low"
 

@@ -65,7 +65,10 @@ def probe(
     ] = "lanczos",
     pictures: Annotated[
         bool,
-        Option("--pictures", help="Also write tables of the spectrum, of slices and of a plane."),
+        Option(
+            "--pictures",
+            help="Also write tables: spectrum, slices, a plane, leading tokens' curvature.",
+        ),
     ] = False,
     force: Annotated[
         bool, Option("--force", help="Accept a checkpoint that does not fit.")
@@ -496,6 +499,7 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     from sharpscope.analysis.measures import split_of
+    from sharpscope.analysis.text import UNSURE
 
     rows = []
     for (name, functional, quantity), same in estimates.groupby(
@@ -503,5 +507,7 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
     ):
         row = {"loss": functional or "gradient", "prompts": split_of(str(name))}
         row |= {"quantity": quantity, "rho": same["rho"].iloc[0]}
-        rows.append(row | {each["checkpoint"]: _value(each) for each in same.to_dict("records")})
+        texts = {each["checkpoint"]: _value(each) for each in same.to_dict("records")}
+        narrow = {name: text.replace(UNSURE, "error > value") for name, text in texts.items()}
+        rows.append(row | narrow)
     return pd.DataFrame(rows)

@@ -453,6 +453,7 @@ class CriticalSharpness:
             start=update.start,
             tolerance=TOLERANCE,
             max_evaluations=EVALUATIONS,
+            interval=False,  # the update was made from these prompts
         )
         if found.outcome == "found":
             run.critical_lr = found.lr

@@ -22,24 +22,25 @@ from sharpscope.policy.directions import inner
 from sharpscope.policy.guard import random_state
 from sharpscope.policy.sharding import is_shard, local_part, reshard, sum_over_parts
 from sharpscope.surface.estimate import Estimate
+from sharpscope.surface.intervals import crossing_interval
 from sharpscope.tokens.optimizer_steps import coming_step
 
 Outcome = Literal["found", "not descent", "no crossing", "flat", "not finite", "unresolved"]
 EXPAND = 4.0  # largest factor between two step sizes while no crossing is bracketed
 RANGE = 2.0**20  # largest and smallest step size tried, relative to the guess
+NEAR = 1.5  # factor within which a step size replaces another one for an interval
 BLOCK = 2**18  # weights whose rounding is summed at once: larger copies in float64 are slow
 ROUNDING = 0.05
 """Relative error of the step, from rounding to the parameters' dtype, above which a result is not reliable."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CriticalSharpness:
     """What `critical_sharpness` found.
 
     The outcome is `found`; `not descent`: the loss rises before it falls by more than rounding; `no crossing`: no η up to `lower`
     raises the loss; `flat`: the loss changes by rounding only, as where a clipped surrogate has no gradient; `not finite`: L(θ) is
-    not finite; or `unresolved`: the evaluations were used up before the bracket was narrow enough. The standard error is of first
-    order (delta method) and holds where it is much smaller than the value.
+    not finite; or `unresolved`: the evaluations were used up before the bracket was narrow enough.
     """
 
     value: float  # λ_c = 2/η_c; NaN unless `outcome` is `found`
@@ -56,7 +57,8 @@ class CriticalSharpness:
     why: str  # reason why `value` is not reliable; empty if it is
     seconds: float
     prompts: int | None = None  # number of prompts, if the loss was given by prompt
-    std_error: float = math.nan  # of `value` over prompts with Δ fixed; NaN if not known
+    # 95 % interval of `lr` over prompts with Δ fixed (see `crossing_interval`); NaN if not known
+    interval: tuple[float, float] = (math.nan, math.nan)
 
     @property
     def converged(self) -> bool:
@@ -74,14 +76,16 @@ class CriticalSharpness:
             "prompts": self.prompts,
             "samples": self.evaluations,
         }
+        # 2/η, which falls with η
+        sharpest = [2 / end if end else math.inf for end in reversed(self.interval)]
         undefined = (
             "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
         )
         value = Estimate("critical", "critical_sharpness", self.value, residual=widths[0], **common)
         lr = Estimate("critical", "critical_lr", self.lr, residual=widths[1], **common)
         return [
-            replace(value, prompt_std_error=self.std_error, seconds=self.seconds),
-            replace(lr, prompt_std_error=self.std_error * self.lr**2 / 2),
+            replace(value, low=sharpest[0], high=sharpest[1], seconds=self.seconds),
+            replace(lr, low=self.interval[0], high=self.interval[1]),
             Estimate("critical", "update_slope", self.slope, why=undefined),
         ]
 
@@ -97,8 +101,9 @@ def critical_sharpness(
     noise: float | None = None,
     tolerance: float = 1 / 16,
     max_evaluations: int = 40,
+    interval: bool = True,
 ) -> CriticalSharpness:
-    """The critical sharpness of a loss along an update, by a line search of about six forward passes.
+    """The critical sharpness of a loss along an update, by a line search of about six forward passes (two more for an interval).
 
     L(θ − η·Δ) is computed at the guess, then at growing or shrinking η until L(θ) is bracketed, then inside the bracket until
     1 − lower/upper ≤ `tolerance`, by secants of (L(θ − η·Δ) − L(θ))/η, which is linear in η for a quadratic loss, and bisection.
@@ -113,7 +118,7 @@ def critical_sharpness(
 
     Args:
         loss_fn: zero-argument closure that returns the scalar loss, or one value for each prompt, (k,), whose mean is the loss, for
-            a standard error over prompts; called without gradients.
+            an interval over prompts; called without gradients.
         parameters: a model, for all of its trainable parameters, or the tensors to move.
         direction: Δ, one tensor (or None: not moved) for each parameter, local shards or whole DTensors for sharded ones; see
             `update_direction`. The update is θ ← θ − η·Δ.
@@ -124,6 +129,8 @@ def critical_sharpness(
             loss's dtype, or an eighth of that of the parameters' if this is larger. Give it for losses near 0 and for autocast.
         tolerance: relative width of the bracket.
         max_evaluations: largest number of losses computed, at least 4.
+        interval: whether to compute an interval over prompts, by two more losses. It means something where Δ does not depend on
+            the prompts; the loss of the batch that an update was made from rises later than that of other prompts.
 
     Raises:
         UserError: a wrong argument, or a loss that is neither one number nor a vector.
@@ -136,12 +143,7 @@ def critical_sharpness(
         >>> round(found.value, 3), round(found.lr, 3)  # of 3·w²/2 along its gradient: the curvature, and 2 / 3
         (3.0, 0.667)
     """
-    if not (guess > 0 and math.isfinite(guess)):
-        raise UserError(f"guess, {guess}: must be positive and finite; use the learning rate")
-    if not 0 < tolerance < 1 or max_evaluations < 4:
-        raise UserError(
-            f"tolerance {tolerance}, max_evaluations {max_evaluations}: must be in (0, 1), and at least 4"
-        )
+    _check_arguments(guess, tolerance, max_evaluations)
     began = time.perf_counter()
     line = _Line(loss_fn, parameters, direction)
     try:
@@ -153,25 +155,39 @@ def critical_sharpness(
         outcome: Outcome = "not descent" if math.isfinite(loss) else "not finite"
         if math.isfinite(loss) and not (slope is not None and slope <= 0):
             outcome = search.run(guess)
-        found = outcome == "found"
-        rounding = line.rounding(search.root) if found else math.nan
-        std_error = search.std_error(line.by_prompt) if found else math.nan
+        root, rounding, ends = search.root, math.nan, (math.nan, math.nan)
+        if outcome == "found":
+            rounding = line.rounding(root)
+        if outcome == "found" and interval:
+            line.widen(root, max_evaluations)
+            ends = crossing_interval(line.by_prompt, root)
     finally:
         line.place(0.0)
-    why, root = _reason(outcome, loss, search, noise, rounding), search.root
-    slope = search.first_slope if slope is None else slope
-    prompts = next(map(len, line.by_prompt.values()), None)
-    measured = (
-        loss,
-        search.depth,
-        line.evaluations,
-        rounding,
-        why,
-        time.perf_counter() - began,
-        prompts,
-        std_error,
+    return CriticalSharpness(
+        value=2 / root,
+        lr=root,
+        lower=search.lower,
+        upper=search.upper,
+        outcome=outcome,
+        slope=search.first_slope if slope is None else slope,
+        loss=loss,
+        depth=search.depth,
+        evaluations=line.evaluations,
+        rounding=rounding,
+        why=_reason(outcome, loss, search, noise, rounding),
+        seconds=time.perf_counter() - began,
+        prompts=next(map(len, line.by_prompt.values()), None),
+        interval=ends,
     )
-    return CriticalSharpness(2 / root, root, search.lower, search.upper, outcome, slope, *measured)
+
+
+def _check_arguments(guess: float, tolerance: float, max_evaluations: int) -> None:
+    if not (guess > 0 and math.isfinite(guess)):
+        raise UserError(f"guess, {guess}: must be positive and finite; use the learning rate")
+    if not 0 < tolerance < 1 or max_evaluations < 4:
+        raise UserError(
+            f"tolerance {tolerance}, max_evaluations {max_evaluations}: must be in (0, 1), and at least 4"
+        )
 
 
 def _reason(outcome: Outcome, loss: float, search: _Search, noise: float, rounding: float) -> str:
@@ -239,19 +255,6 @@ class _Search:
             else min(max(root, self.lower), self.upper)
         )
         return "found"
-
-    def std_error(self, by_prompt: dict[float, Tensor]) -> float:
-        """Standard error of 2/η_c over prompts from the loss by prompt, (k,), at each η; NaN if not known."""
-        # With q_i(η) = (L_i(θ − η·Δ) − L_i(θ))/η, prompt i changes 2/η_c by 2·q_i/(η_c²·q') to first order, q' the mean's slope.
-        if not {0.0, self.lower, self.upper} <= by_prompt.keys():
-            return math.nan
-        low, high = ((by_prompt[eta] - by_prompt[0.0]) / eta for eta in (self.lower, self.upper))
-        slope = (high - low) / (self.upper - self.lower)  # (k,)
-        each = low + slope * (self.root - self.lower)
-        rise = float(slope.mean())
-        if not rise > 0 or len(each) < 2:
-            return math.nan
-        return 2 / (self.root**2 * rise) * float(each.std()) / math.sqrt(len(each))
 
     def _try(self, eta: float) -> None:
         self.left -= 1
@@ -370,6 +373,14 @@ class _Line:
                 each = self.by_prompt[eta] = distributed.broadcast(value.detach().double().cpu())
                 return float(each.mean())
         return distributed.broadcast(float(value))
+
+    def widen(self, crossing: float, most: int) -> None:
+        """Losses at half and twice the crossing for its interval, where they are given by prompt and nothing near was tried."""
+        several = len(self.by_prompt.get(0.0, ())) > 1
+        for eta in (crossing / 2, crossing * 2) if several else ():
+            near = any(eta / NEAR <= tried <= eta * NEAR for tried in self.by_prompt)
+            if not near and self.evaluations < most:
+                self.loss(eta)
 
     def rounding(self, eta: float) -> float:
         """‖round(θ − η·Δ) − (θ − η·Δ)‖ / ‖η·Δ‖ over all processes."""

@@ -34,6 +34,8 @@ class Estimate:
     parameters: str = "all"
     prompts: int | None = None
     prompt_std_error: float = math.nan
+    low: float = math.nan  # 95 % interval over prompts of what has no standard error
+    high: float = math.nan
     ceiling: float = math.nan
     saturation: float = math.nan
     why: str = ""  # reason for `converged = False` or a NaN value

@@ -39,7 +39,7 @@ MIN_SATURATION, TARGET_SATURATION = 0.05, 0.15
 EVALUATIONS = 16  # largest number of losses of the search for a radius
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sharpness:
     """The rise of the loss at one radius. Its standard error over prompts neglects terms of second order in the radius."""
 
@@ -129,49 +129,62 @@ def sharpness(
     if not (rho > 0 and math.isfinite(rho)):
         raise UserError(f"rho, {rho}: must be positive and finite")
     with opened(loss_fn, parameters, check) as (surface, known):
-        closure = parameters is not None
-        error = (
-            check_once(known, "gradient", check, lambda: check_derivatives(surface))
-            if closure
-            else None
-        )
+        checked = None
+        if parameters is not None:
+            checked = check_once(known, "gradient", check, lambda: check_derivatives(surface))
         began = time.perf_counter()
         loss, gradient = surface.gradient() if at is None else at
-        scale = (
-            flatten([p.detach().abs() for p in surface.parameters], surface.parameters)
-            if kind == "asam"
-            else None
+        step, along = _step(surface, gradient, rho, kind)
+        value, by_prompt, why = _rise(surface, loss, step, along, base)
+        return Sharpness(
+            value=value,
+            first_order=rho * along,
+            gradient_norm=length(gradient),
+            loss=loss,
+            ceiling=surface.ceiling(loss),
+            rho=rho,
+            kind=kind,
+            why=why,
+            seconds=time.perf_counter() - began,
+            checked=checked,
+            by_prompt=by_prompt,
         )
-        scaled = gradient if scale is None else gradient * scale  # ∇_u L = T∘∇L
-        along = length(scaled)
-        value, by_prompt, why = math.nan, None, ""
-        if not (math.isfinite(loss) and math.isfinite(along)):
-            why = f"the loss is {loss} and its gradient's norm {along}"
-        elif along == 0:
-            value, why = 0.0, "the gradient is zero, so one step has no direction"
+
+
+def _step(
+    surface: Surface, gradient: Tensor, rho: float, kind: SharpnessKind
+) -> tuple[Tensor, float]:
+    """The step ε (P,) of length rho along the gradient, and ‖T∘∇L‖; no step where that is 0 or not finite."""
+    scale = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+    if kind == "asam":
+        scale = flatten([p.detach().abs() for p in surface.parameters], surface.parameters)
+    scaled = gradient * scale  # ∇_u L = T∘∇L
+    along = length(scaled)
+    return scaled * (rho / along if 0 < along < math.inf else 0.0) * scale, along
+
+
+def _rise(
+    surface: Surface, loss: float, step: Tensor, along: float, base: Tensor | None
+) -> tuple[float, Tensor | None, str]:
+    """L(θ + ε) − L(θ), its values by prompt if `base` has those of L(θ), and why the rise is not reliable."""
+    if not (math.isfinite(loss) and math.isfinite(along)):
+        return math.nan, None, f"the loss is {loss} and its gradient's norm {along}"
+    if along == 0:
+        return 0.0, None, "the gradient is zero, so one step has no direction"
+    each: Tensor | None = None
+    with moved(surface.parameters, step):
+        if base is None:
+            value = surface.value() - loss
         else:
-            step = scaled * (rho / along)
-            with moved(surface.parameters, step if scale is None else step * scale):
-                if base is None:
-                    value = surface.value() - loss
-                else:
-                    by_prompt = surface.by_prompt() - base  # type: ignore[operator]
-                    value = float(by_prompt.mean())
-            rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
-            if not math.isfinite(value):
-                value, by_prompt, why = math.nan, None, "the perturbed loss is not finite"
-            elif abs(value) <= rounding and rounding > 0:
-                why = f"{value:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
-        rest = (
-            length(gradient),
-            loss,
-            surface.ceiling(loss),
-            rho,
-            kind,
-            why,
-            time.perf_counter() - began,
-        )
-        return Sharpness(value, rho * along, *rest, error, by_prompt)
+            each = surface.by_prompt() - base  # type: ignore[operator]
+            value = float(each.mean())
+    if not math.isfinite(value):
+        return math.nan, None, "the perturbed loss is not finite"
+    rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
+    if abs(value) <= rounding and rounding > 0:
+        advice = "use a larger rho or float64"
+        return value, each, f"{value:.1e} is within rounding of the loss {loss:.3g}; {advice}"
+    return value, each, ""
 
 
 def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Estimate:

@@ -1,4 +1,4 @@
-"""Tables for pictures of a loss surface: its spectrum, slices along directions, and the plane of two.
+"""Tables for pictures of a loss surface: its spectrum, slices along directions, the plane of two, and its leading tokens.
 
 Every table is tidy, one row a point, and has the columns `functional`, `parameters` and `prompts` (how many prompts the loss is the mean of).
 A distance is in the parameters' L2 norm from the present weights. `trained` marks what training has crossed: between 0 and the
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.policy.directions import length
-from sharpscope.surface.algorithms import Density
+from sharpscope.surface.algorithms import Density, quadratic_form
 from sharpscope.surface.language_model import LmSurface
 from sharpscope.surface.operators import flatten
 from sharpscope.surface.spectrum import curvature
@@ -25,6 +25,9 @@ from sharpscope.surface.surface import moved
 
 if TYPE_CHECKING:
     import pandas as pd
+
+LEADING, READ = 8, 8
+"""Leading tokens along whose gradients the curvature is computed, and prompts among whose tokens they are searched."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,7 @@ def tables(
     density_probes: int = 4,
     path: Tensor | None = None,
 ) -> dict[str, pd.DataFrame]:
-    """The tables `spectrum`, `slices` and `plane` of a surface, by name.
+    """The tables `spectrum`, `slices`, `plane` and `leading` of a surface, by name.
 
     Slices are along the gradient, the eigenvector of the largest eigenvalue, a random direction and, with `path` (P,), what training
     has changed so far, up to twice the radius `rho`; the plane is that of the last two, or of the first two without a path.
@@ -165,10 +168,20 @@ def tables(
     made = {
         "slices": slices(surface, directions, reach=reach),
         "plane": plane(surface, *pair, reach=reach, path=steps).assign(axes=" and ".join(names)),
+        "leading": token_curvatures(surface).assign(largest=found.largest),
     }
     if found.density is not None:
         made["spectrum"] = spectrum_table(found.density, surface)
     return made
+
+
+def token_curvatures(surface: LmSurface) -> pd.DataFrame:
+    """The `LEADING` tokens of the first `READ` prompts (see `token_directions`) with the `curvature` of the loss along their gradients."""
+    prompts = torch.tensor(surface.objective.batch.prompts)
+    table, gradients = token_directions(surface.prompts(prompts < READ), LEADING)
+    operator = surface.hessian()
+    curved = [quadratic_form(operator, gradient) for gradient in gradients]
+    return table.assign(curvature=curved, **_labels(surface))
 
 
 def token_directions(surface: LmSurface, count: int) -> tuple[pd.DataFrame, list[Tensor]]:

@@ -90,56 +90,76 @@ def curvature(
         >>> round(found.largest, 6), round(found.trace, 6), found.converged
         (4.0, 5.0, True)
     """
-    for setting, value, allowed in (
-        ("backend", backend, get_args(Backend)),
-        ("operator", operator, get_args(OperatorName)),
-    ):
-        if value not in allowed:
-            raise UserError(f"{setting}, '{value}'{nearest(value, allowed)}")
+    _check_arguments(backend, operator, top, trace_probes, tolerance)
     if backend != "lanczos" and (operator != "hessian" or scale is not None or density_probes):
         raise UserError(f"backend, '{backend}': computes eigenvalues and trace of the Hessian only")
-    if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
-        raise UserError(
-            "curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1"
-        )
     with opened(loss_fn, parameters, check) as (surface, known):
         began = time.perf_counter()
         loss, gradient = surface.gradient()
-        start = Curvature(loss, length(gradient), seed=seed, trace_probes=trace_probes)
-        if not (math.isfinite(loss) and math.isfinite(start.gradient_norm)):
-            return replace(
-                start,
-                why=f"the loss is {loss}, or its gradient is not finite (norm {start.gradient_norm})",
-            )
-        wanted, size = top + int(smallest), len(gradient)
-        capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
-        # Lanczos vectors, eigenvectors with an orthonormal copy, and eight more for products.
-        vectors = min(capacity, max_products, size) + 2 * wanted + 8
-        what = f"curvature of {size / 1e6:.3g} million parameters"
-        require_memory(
-            vectors * gradient.nbytes, gradient.device, what, "lower top, or probe a smaller model"
+        start = Curvature(
+            loss,
+            length(gradient),
+            seed=seed,
+            trace_probes=trace_probes,
+            operator=operator,
+            preconditioned=scale is not None,
         )
+        if not (math.isfinite(loss) and math.isfinite(start.gradient_norm)):
+            norm = f"its gradient is not finite (norm {start.gradient_norm})"
+            return replace(start, why=f"the loss is {loss}, or {norm}")
+        wanted = top + int(smallest)
+        capacity = _capacity(gradient, wanted, memory_mb, max_products)
         plain = surface.operator(operator)
         checked = check_once(known, operator, check, lambda: surface.check(plain))
         used = plain if scale is None else Preconditioned(plain, scale)
         limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
-        start = replace(start, operator=operator, preconditioned=scale is not None)
         if backend == "lanczos":
             found = _by_lanczos(used, start, top, int(smallest), capacity=capacity, **limits)
             if by_prompt and len(found.vectors):
                 found = replace(found, by_prompt=_by_prompt(surface, found, scale))
         else:
             found = BACKENDS[backend](surface, plain, start, wanted, **limits)
+        density = None
         if density_probes:
             draws = sub_generator(seed, "density")
-            found = replace(
-                found, density=spectral_density(used, probes=density_probes, generator=draws)
-            )
-        found = replace(found, along=_along(surface, plain, along or {}, operator, by_prompt))
-        if isinstance(plain, FiniteDifference):
-            found = replace(found, product_error=plain.error)
-        found = replace(found, vectors=found.vectors[: len(found.top)], products=used.products)
-        return replace(found, checked=checked, seconds=time.perf_counter() - began)
+            density = spectral_density(used, probes=density_probes, generator=draws)
+        return replace(
+            found,
+            density=density,
+            along=_along(surface, plain, along or {}, operator, by_prompt),
+            product_error=plain.error if isinstance(plain, FiniteDifference) else math.nan,
+            vectors=found.vectors[: len(found.top)],
+            products=used.products,
+            checked=checked,
+            seconds=time.perf_counter() - began,
+        )
+
+
+def _check_arguments(
+    backend: str, operator: str, top: int, trace_probes: int, tolerance: float
+) -> None:
+    for setting, value, allowed in (
+        ("backend", backend, get_args(Backend)),
+        ("operator", operator, get_args(OperatorName)),
+    ):
+        if value not in allowed:
+            raise UserError(f"{setting}, '{value}'{nearest(value, allowed)}")
+    if top < 1 or trace_probes == 1 or not 0 < tolerance < 1:
+        raise UserError(
+            "curvature: top must be at least 1, trace_probes 0 or at least 2, tolerance between 0 and 1"
+        )
+
+
+def _capacity(gradient: Tensor, wanted: int, memory_mb: float, max_products: int) -> int:
+    """How many Lanczos vectors fit into `memory_mb`; refused where what is needed besides does not fit into memory."""
+    size = len(gradient)
+    capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
+    # Lanczos vectors, eigenvectors with an orthonormal copy, and eight more for products.
+    vectors = min(capacity, max_products, size) + 2 * wanted + 8
+    what = f"curvature of {size / 1e6:.3g} million parameters"
+    advice = "lower top, or probe a smaller model"
+    require_memory(vectors * gradient.nbytes, gradient.device, what, advice)
+    return capacity
 
 
 def _along(

@@ -7,10 +7,12 @@ import math
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from rich.console import Console
 
 from sharpscope.analysis import show_headline, token_sections, watch
+from sharpscope.analysis.forks import predictions_table
 from sharpscope.analysis.headline import moved_sections, moved_tokens
 from sharpscope.analysis.measures import Z
 from sharpscope.analysis.report import (
@@ -61,9 +63,9 @@ def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
         assert row["steps"] == f"0 and {small.SMALL_STEPS}"
         assert row["at the first"] == interval_text(first.mean(), Z * errors[0])
         assert row["change"] == change_text(change.mean(), Z * errors[1])
-    # updates' prompts are independent
+    # of the updates' own prompts: no interval
     row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")
-    change = interval_text(100.0 * (small.SMALL_STEPS - 1), Z * math.hypot(10, 10), sign=True)
+    change = interval_text(100.0 * (small.SMALL_STEPS - 1), math.nan, sign=True)
     assert row["steps"] == f"1 and {small.SMALL_STEPS}" and row["change"] == change
 
 
@@ -73,6 +75,13 @@ def test_values_and_changes_that_cannot_be_told_from_zero_are_words(tmp_path: Pa
     assert (
         change_text(-0.5, 0.6) == "not distinguishable" and change_text(0.5, 0.1) == "+0.50 ± 0.10"
     )
+
+
+def test_a_change_without_tokens_smaller_than_its_error_is_words():
+    row = {"arm": "top 12", "outcome": "kl", "step_change": 2.0, "predicted": -0.1}
+    rows = [row | {"measured": value, "std_error": 0.06} for value in (0.2, 0.05)]
+    found = predictions_table(pd.DataFrame([*rows, row | {"measured": 0.05}]))
+    assert found["measured"].tolist() == ["+10 % ± 3", "not distinguishable", "+2 %"]
 
 
 @pytest.mark.parametrize(("saturation", "marked"), [(0.5, True), (0.2, False)])

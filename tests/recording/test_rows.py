@@ -203,6 +203,7 @@ def test_along_an_update_the_nll_of_solutions_has_its_curvature_and_critical_sha
     assert rows["along_update"].prompts == len(nll.prompt_weight)
     found = rows["relative_critical_sharpness"]
     assert found.converged and found.prompts == len(nll.prompt_weight)
+    assert found.low < found.value < found.high
     with limited_surface(model, nll, probes.spec) as surface:
         start, step = surface.value(), slope * (2 / found.value)
         with moved(surface.parameters, -step * 0.8):

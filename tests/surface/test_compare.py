@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from sharpscope.analysis.text import UNSURE
 from sharpscope.cli.comparing import sharpness_sentences, swap_sentences
 from sharpscope.cli.probing import short_names
 from sharpscope.config.run import SamplingSpec
@@ -138,14 +139,20 @@ def rows_of(values):
     values = tuple(map(float, values))
     names = ("loss", "sam", "sam_cross_fitted", "average")
     made = [Estimate("perturbation", name, float(np.mean(values)), rho=0.1) for name in names]
-    return [Estimate(**{**vars(row), "prompt_values": values, "std_error": 0.0}) for row in made]
+    known = {
+        "prompt_values": values,
+        "prompt_std_error": np.std(values, ddof=1) / len(values) ** 0.5,
+    }
+    return [Estimate(**{**vars(row), **known, "std_error": 0.0}) for row in made]
 
 
 def test_a_pair_that_its_interval_does_not_tell_apart_is_said_so():
     noise = np.random.default_rng(0).normal(size=40)
+    noise -= noise.mean() - 0.01
     found = {"base": rows_of(noise), "tuned": rows_of(noise[::-1])}
     lines = [text for text in sharpness_sentences(found, ["base", "tuned"]) if "difference" in text]
-    assert len(lines) == 4 and all("not distinguishable" in line for line in lines)
+    assert len(lines) == 4 and all("difference not distinguishable" in line for line in lines)
+    assert all(line.count(UNSURE) == 2 for line in lines)
     found["tuned"] = rows_of(noise + 5 + 0.1 * noise[::-1])
     lines = [text for text in sharpness_sentences(found, ["base", "tuned"]) if "difference" in text]
     assert len(lines) == 4 and not any("not distinguishable" in line for line in lines)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from scipy import stats
 from scipy.stats import t as student
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -111,25 +112,45 @@ def test_of_two_crossings_the_first_is_found(guess):
         assert found.lr == pytest.approx(1, abs=0.05)
 
 
-def test_the_standard_error_over_prompts_is_exact_on_quadratics_and_covers_over_redraws():
-    """L_i = a_i·η²/2 − b_i·η: λ = mean a/mean b, whose linearization has the terms (a_i − λ·b_i)/mean b."""
-    draws = generator()
-    x, count, inside = torch.zeros(1, dtype=torch.float64), 24, 0
-    for _ in range(200):
-        a, b = (1 + 0.5 * torch.randn(2, count, generator=draws, dtype=torch.float64)).unbind()
+def hall(values: np.ndarray) -> float:
+    """Hall's transformation of Student's t of a mean, from its definition by scipy's moments."""
+    size, skewness = values.mean() / values.std(ddof=1), stats.skew(values)
+    skewness *= (1 - 1 / len(values)) ** 1.5  # the variance with n − 1
+    cube = ((1 + skewness * size / 3) ** 3 - 1) / skewness
+    return math.sqrt(len(values)) * (cube + skewness / (6 * len(values)))
+
+
+def test_the_interval_over_prompts_inverts_a_test_and_covers_over_redraws():
+    """L_i = a_i·η²/2 − b_i·η crosses at η_c = 2·mean b/mean a; η is inside where |Hall's t of a_i·η/2 − b_i| is below its quantile."""
+    draws, count, inside, above, open_ended = np.random.default_rng(0), 24, 0, 0, 0
+    x, bound = torch.zeros(1, dtype=torch.float64), student.ppf(0.975, count - 1)
+    for number in range(200):
+        a, b = draws.exponential(size=count), 1 + draws.normal(size=count)
+        both = [torch.from_numpy(part) for part in (a, b)]
         found = critical_sharpness(
-            lambda a=a, b=b: a * x**2 / 2 - b * x, [x], [-torch.ones_like(x)], guess=1.0
+            lambda a=both[0], b=both[1]: a * x**2 / 2 - b * x, [x], [-torch.ones_like(x)], guess=1.0
         )
-        value = float(a.mean() / b.mean())
-        error = float(((a - value * b) / b.mean()).std()) / math.sqrt(count)
-        assert (found.value, found.std_error) == pytest.approx(
-            (value, error), rel=1e-6
-        ) and found.prompts == count
-        assert found.estimates()[1].prompt_std_error == pytest.approx(
-            error * found.lr / value, rel=1e-6
-        )
-        inside += abs(value - 1) <= student.ppf(0.975, count - 1) * error
-    assert 180 <= inside <= 198
+        assert found.value == pytest.approx(a.mean() / b.mean(), rel=1e-6)
+        assert found.prompts == count
+        row = found.estimates()[0]
+        inside += row.low <= 1 <= row.high
+        above += row.high < 1
+        open_ended += math.isinf(row.high)
+        for end, sign in ((row.low, 1), (row.high, -1)) if number < 10 else ():
+            if 0 < end < math.inf:
+                assert hall(a / end - b) == pytest.approx(sign * bound, abs=0.02)
+    assert 184 <= inside <= 198 and above <= 14 and open_ended < 20
+
+
+def test_an_interval_has_no_upper_end_where_the_slope_is_not_shown():
+    x = torch.zeros(1, dtype=torch.float64)
+    a, b = torch.ones(4, dtype=torch.float64), torch.tensor([3.0, -1.0, 2.5, -0.5]).double()
+    found = critical_sharpness(lambda: a * x**2 / 2 - b * x, [x], [-torch.ones_like(x)], guess=1.0)
+    row, lr, _ = found.estimates()
+    assert found.value == pytest.approx(1) and row.high == math.inf and 0 < row.low < 1
+    assert (lr.low, lr.high) == (0, pytest.approx(2 / row.low))
+    alone = critical_sharpness(lambda: (a * x**2 / 2 - b * x)[:1], [x], [-x - 1], guess=1.0)
+    assert np.isnan(alone.interval).all()
 
 
 def form(square=0.0, slope=0.0, constant=0.0):
@@ -255,7 +276,7 @@ def test_wrong_arguments_are_named():
             critical_sharpness(loss, [x], direction, guess=guess)
     # start not by prompt
     found = critical_sharpness(lambda: 1.5 * x**2, [x], [3 * x.detach()], guess=0.1, start=1.5)
-    assert found.prompts == 2 and math.isnan(found.std_error)
+    assert found.prompts == 2 and math.isnan(found.interval[0])
 
 
 SHAPES = [(7, 3), (5,), (2, 2, 4), ()]

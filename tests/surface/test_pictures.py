@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from sharpscope.surface import lm_surface
-from sharpscope.surface.algorithms import quadratic_form, spectral_density
+from sharpscope.surface.algorithms import spectral_density
 from sharpscope.surface.pictures import (
     direction,
     plane,
     random_direction,
     slices,
     spectrum_table,
+    token_curvatures,
     token_directions,
 )
 from sharpscope.surface.surface import moved
@@ -109,4 +110,8 @@ def test_leading_tokens_have_the_curvature_along_their_gradients(surface):
             flat = [p.flatten() for p in torch.autograd.grad(one, surface.parameters)]
             norms.append(float(torch.cat(flat).norm()) / count)
     assert table["norm"].tolist() == pytest.approx(sorted(norms)[::-1][:3])
-    assert np.isfinite(quadratic_form(surface.hessian(), gradients[0]))
+    along = token_curvatures(surface)
+    assert along["norm"][:3].tolist() == pytest.approx(table["norm"].tolist())
+    unit = gradients[0] / gradients[0].norm()
+    curved = float(unit @ (surface.hessian() @ unit))
+    assert along["curvature"][0] == pytest.approx(curved) and set(along["prompts"]) == {4}
