@@ -241,26 +241,34 @@ def average_sharpness(
     began, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
     norms = [length(p.detach()) for p in surface.parameters]
     unit = rho / math.hypot(*norms)
-    start = surface.value() if base is None else base.double()
-    rises = []
+
+    def loss() -> Tensor:
+        """By prompt, (k,), or as one number, (1,); float64."""
+        each = None if base is None else surface.by_prompt()
+        return torch.tensor([surface.value()], dtype=torch.float64) if each is None else each
+
+    start, rises = loss() if base is None else base.double(), []
     for _ in range(samples):
         parts = [
             torch.randn(p.shape, generator=generator) * (unit * norm / math.sqrt(p.numel()))
             for p, norm in zip(surface.parameters, norms, strict=True)
         ]
         noise = flatten(parts, surface.parameters)
-        pair = []
         for sign in (1, -1):
-            with moved(surface.parameters, sign * noise):
-                moved_loss = surface.value() if base is None else surface.by_prompt()
-            pair.append(torch.as_tensor(moved_loss, dtype=torch.float64) - start)
-        rises.append((pair[0] + pair[1]) / 2)
-    each = torch.stack(rises)  # (samples,) or (samples, k)
-    over_noise = each.reshape(samples, -1).mean(1)
-    found = Estimate("perturbation", "average", float(over_noise.mean()), rho=rho, seed=seed)
-    error = float(over_noise.std()) / math.sqrt(samples) if samples > 1 else math.nan
-    seconds = time.perf_counter() - began
-    found = replace(found, std_error=error, samples=samples, seconds=seconds)
+            with moved(surface.parameters, noise * sign):
+                rises.append(loss() - start)
+    each = torch.stack(rises).view(samples, 2, -1).mean(1)  # (samples, k)
+    over_noise = each.mean(1)
+    found = Estimate(
+        "perturbation",
+        "average",
+        float(over_noise.mean()),
+        std_error=float(over_noise.std()) / math.sqrt(samples) if samples > 1 else math.nan,
+        samples=samples,
+        rho=rho,
+        seed=seed,
+        seconds=time.perf_counter() - began,
+    )
     return found if base is None else with_prompts(found, each.mean(0))
 
 
@@ -295,16 +303,12 @@ def find_radius(surface: Surface) -> Radius:
     def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
         return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
 
-    if not ceiling > 0 or not norm > 0 or not math.isfinite(norm):
+    if not (ceiling > 0 and 0 < norm < math.inf):
         reason = (
             "no completion is correct" if ceiling == 0 else f"the gradient's norm is {norm:.3g}"
         )
-        return ended(
-            math.nan,
-            math.nan,
-            0,
-            f"no radius: {reason}, so the expected failure cannot rise; set probes.rho",
-        )
+        why = f"no radius: {reason}, so the expected failure cannot rise; set probes.rho"
+        return ended(math.nan, math.nan, 0, why)
     rho = TARGET_SATURATION * ceiling / norm
     lower, upper, factor = 0.0, math.inf, 2.0
     best, seen = (math.inf, math.nan, math.nan), []  # (distance, rho, saturation)

@@ -176,44 +176,32 @@ def tables(
 
 
 def token_curvatures(surface: LmSurface) -> pd.DataFrame:
-    """The `LEADING` tokens of the first `READ` prompts (see `token_directions`) with the `curvature` of the loss along their gradients."""
-    prompts = torch.tensor(surface.objective.batch.prompts)
-    table, gradients = token_directions(surface.prompts(prompts < READ), LEADING)
-    operator = surface.hessian()
-    curved = [quadratic_form(operator, gradient) for gradient in gradients]
-    return table.assign(curvature=curved, **_labels(surface))
+    """The curvature of the loss along the gradient ∇(c·ln π) of its leading tokens, c being a token's coefficient in the loss.
 
-
-def token_directions(surface: LmSurface, count: int) -> tuple[pd.DataFrame, list[Tensor]]:
-    """The `count` scored tokens whose gradient ∇(c·ln π) of the loss is largest, and these gradients, (P,) each.
-
-    Columns: row, position, token (its id), logp [nats], norm. c is the token's coefficient in the loss. Every token of the
-    objective has a backward pass: take a few completions.
+    A row for each of the `LEADING` scored tokens of the first `READ` prompts whose gradient is longest, each of which has a backward
+    pass. Columns: row, position, token (its id), logp [nats], norm, curvature.
     """
     import pandas as pd
 
-    rows, gradients = [], list[Tensor]()
-    objective = surface.objective
+    prompts = torch.tensor(surface.objective.batch.prompts)
+    few = surface.prompts(prompts < READ)
+    objective, found = few.objective, list[tuple[dict[str, float], Tensor]]()
     for row in range(len(objective.batch)):
         index = torch.tensor([row], device=objective.batch.lengths.device)
-        logp = surface.logp_of(index)
+        logp = few.logp_of(index)
         share = objective.row_shares(index, logp).sum()
         (coefficient,) = torch.autograd.grad(share, logp, retain_graph=True)
         for position in objective.batch.scored[row].nonzero()[:, 0].tolist():
             term = coefficient[0, position].detach() * logp[0, position]
-            parts = torch.autograd.grad(
-                term, surface.parameters, retain_graph=True, allow_unused=True
-            )
-            gradient = flatten(parts, surface.parameters)
-            token = int(objective.batch.input_ids[row, position])
-            known = {"row": row, "position": position, "token": token}
-            rows.append(
-                known | {"logp": float(logp[0, position].detach()), "norm": length(gradient)}
-            )
-            gradients.append(gradient)
-            order = sorted(range(len(rows)), key=lambda i: -rows[i]["norm"])[:count]
-            rows, gradients = [rows[i] for i in order], [gradients[i] for i in order]
-    return pd.DataFrame(rows), gradients
+            parts = torch.autograd.grad(term, few.parameters, retain_graph=True, allow_unused=True)
+            gradient = flatten(parts, few.parameters)
+            known = {"row": row, "position": position, "norm": length(gradient)}
+            known["token"] = int(objective.batch.input_ids[row, position])
+            found.append((known | {"logp": float(logp[0, position].detach())}, gradient))
+            found = sorted(found, key=lambda one: -one[0]["norm"])[:LEADING]
+    operator = surface.hessian()
+    rows = [known | {"curvature": quadratic_form(operator, along)} for known, along in found]
+    return pd.DataFrame(rows).assign(**_labels(surface))
 
 
 def _mean(name: str, error: str, each: Tensor) -> dict[str, float]:

@@ -15,7 +15,6 @@ from sharpscope.surface.pictures import (
     slices,
     spectrum_table,
     token_curvatures,
-    token_directions,
 )
 from sharpscope.surface.surface import moved
 from tests.loops import some
@@ -94,24 +93,21 @@ def test_a_spectrum_has_its_band(surface):
 
 
 def test_leading_tokens_have_the_curvature_along_their_gradients(surface):
-    table, gradients = token_directions(surface, 3)
-    assert len(table) == 3 and table["norm"].is_monotonic_decreasing
-    row, place = int(table["row"][0]), int(table["position"][0])
-    logp = surface.logp_of(torch.tensor([row]))[0, place]
-    parts = torch.autograd.grad(logp, surface.parameters)
-    count = float(surface.objective.batch.scored.sum())
-    expected = -torch.cat([part.flatten() for part in parts]) / count
-    torch.testing.assert_close(gradients[0], expected)
-    norms = []
-    for index in range(4):
-        scored = surface.objective.batch.scored[index].nonzero()[:, 0].tolist()
-        for position in scored:
-            one = surface.logp_of(torch.tensor([index]))[0, position]
-            flat = [p.flatten() for p in torch.autograd.grad(one, surface.parameters)]
-            norms.append(float(torch.cat(flat).norm()) / count)
-    assert table["norm"].tolist() == pytest.approx(sorted(norms)[::-1][:3])
-    along = token_curvatures(surface)
-    assert along["norm"][:3].tolist() == pytest.approx(table["norm"].tolist())
-    unit = gradients[0] / gradients[0].norm()
-    curved = float(unit @ (surface.hessian() @ unit))
-    assert along["curvature"][0] == pytest.approx(curved) and set(along["prompts"]) == {4}
+    """Of all scored tokens in turn: gradients by plain autograd, curvature by a Hessian product."""
+    table = token_curvatures(surface)
+    batch, gradients = surface.objective.batch, {}
+    count = float(batch.scored.sum())
+    for row, place in batch.scored.nonzero().tolist():
+        logp = surface.logp_of(torch.tensor([row]))[0, place]
+        parts = torch.autograd.grad(logp, surface.parameters)
+        gradients[row, place] = -torch.cat([part.flatten() for part in parts]) / count
+    leading = sorted(gradients, key=lambda at: -float(gradients[at].norm()))[:8]
+    assert list(zip(table["row"], table["position"], strict=True)) == leading
+    hessian, norms, curved = surface.hessian(), [], []
+    for at in some(leading):
+        unit = gradients[at] / gradients[at].norm()
+        norms.append(float(gradients[at].norm()))
+        curved.append(float(unit @ (hessian @ unit)))
+    assert table["norm"].tolist() == pytest.approx(norms)
+    assert table["curvature"].tolist() == pytest.approx(curved) and set(table["prompts"]) == {4}
+    assert table["token"].tolist() == [int(batch.input_ids[at]) for at in leading]
