@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
+from torch import Tensor
 
 from sharpscope import distributed
 from sharpscope.distributed import Launch
@@ -332,42 +333,9 @@ class _Run:
         drawn = time.perf_counter()
         method = self._calibrated(step, batch, progress)
         self.display.status(f"step {step}: learning")
-        every = config.checkpoint.every
-        health = StepHealth(
-            config.health,
-            step,
-            batch,
-            method,
-            progress,
-            self.policy.device,
-            vocabulary=self.policy.head.weight.shape[0],
-            quantities=self.quantities,
-            lr=lr,
-            checkpoint=f"step-{(step - 1) // every * every:06d}"
-            if every and step > every
-            else None,
-        )
+        health = self._health(step, batch, method, progress, lr)
         observer = StepObserver(self.observers, step, batch.rollouts, self.recent)
-
-        result = self.learner.learn(
-            batch.rollouts,
-            batch.advantage,
-            step,
-            progress,
-            method=method,
-            stats=batch.stats,
-            before_first_update=health.allows_updates,
-            before_step=observer,
-            before_optimizer=lambda loss_fn, factor: observer.critical(
-                ClippedUpdate(
-                    model=self.policy.model,
-                    optimizer=self.optimizer,
-                    loss_fn=loss_fn,
-                    clip_factor=factor,
-                )
-            ),
-            rotations=schedule.rotation.due(step) and not is_reference(method),
-        )
+        result = self._learn(step, batch, method, progress, health, observer)
         rotating = sum(u.rotation.seconds for u in result.updates if u.rotation is not None)
         schedule.rotation.seconds += rotating
         probing = observer.seconds + rotating
@@ -408,18 +376,75 @@ class _Run:
         self.writer.flush()
         run_folder.note(config.run_dir, steps_done=step)
         self.display.step(row)
-        if self.broken:
-            return
-        if config.evaluation.every and (
-            step % config.evaluation.every == 0 or step == config.steps
-        ):
-            self._evaluate(step)
-        self._probe(step)
-        if every and step % every == 0 and step < config.steps:
-            self.writer.flush()
-            self._save(step)
+        if not self.broken:
+            self._after(step)
 
     # -- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _health(
+        self, step: int, batch: RolloutBatch, method: Method, progress: float, lr: float
+    ) -> StepHealth:
+        """The health rules of a step; they name the last checkpoint before it."""
+        every = self.config.checkpoint.every
+        saved = f"step-{(step - 1) // every * every:06d}" if every and step > every else None
+        return StepHealth(
+            self.config.health,
+            step,
+            batch,
+            method,
+            progress,
+            self.policy.device,
+            vocabulary=self.policy.head.weight.shape[0],
+            quantities=self.quantities,
+            lr=lr,
+            checkpoint=saved,
+        )
+
+    def _learn(
+        self,
+        step: int,
+        batch: RolloutBatch,
+        method: Method,
+        progress: float,
+        health: StepHealth,
+        observer: StepObserver,
+    ) -> StepResult:
+        """Make the updates of a step, which `health` may forbid and `observer` measures."""
+
+        def critical(loss_fn: Callable[[], Tensor | float], factor: float | None) -> None:
+            """Measure the critical sharpness of the first update."""
+            clipped = ClippedUpdate(
+                model=self.policy.model,
+                optimizer=self.optimizer,
+                loss_fn=loss_fn,
+                clip_factor=factor,
+            )
+            observer.critical(clipped)
+
+        rotates = self.observers.schedule.rotation.due(step) and not is_reference(method)
+        return self.learner.learn(
+            batch.rollouts,
+            batch.advantage,
+            step,
+            progress,
+            method=method,
+            stats=batch.stats,
+            before_first_update=health.allows_updates,
+            before_step=observer,
+            before_optimizer=critical,
+            rotations=rotates,
+        )
+
+    def _after(self, step: int) -> None:
+        """Evaluate, probe and save a checkpoint where these are due after a step."""
+        config = self.config
+        evaluated, saved = config.evaluation.every, config.checkpoint.every
+        if evaluated and (step % evaluated == 0 or step == config.steps):
+            self._evaluate(step)
+        self._probe(step)
+        if saved and step % saved == 0 and step < config.steps:
+            self.writer.flush()
+            self._save(step)
 
     def _calibrated(self, step: int, batch: RolloutBatch, progress: float) -> Method:
         """The method of a step: constants of its token weight are fixed on the first rollouts, and run.json keeps them.
