@@ -111,7 +111,8 @@ def draw_tokens(figure: Figure, run: Run) -> None:
     figure.text(0.035, 0.085, f"most of ‖∇L‖² at step {spike.step}:", size=11.5, color=GRAY)
     x = 0.035
     for one in moved_tokens(run, spike.step, TOKENS):
-        word, way = one.sentence.token, one.sentence.direction
+        word = one.sentence.token
+        way = one.sentence.direction
         color = colors()[0] if way > 0 else colors()[3] if way < 0 else GRAY
         share = percent(one.share, 0, sign=True)
         text = f"{plain(word.strip() or word, 14)} {one.arrow} {share}"

@@ -25,7 +25,8 @@ checked = per_run(verdict)
 
 def cause_sections(run: Run) -> list[Section]:
     """The causes that a run shows, the first one first; without one, identities that are violated for an open reason."""
-    found, sections = checked(run), list[Section]()
+    found = checked(run)
+    sections = list[Section]()
     for cause in found.causes[:MOST_CAUSES]:
         title = "Also fits" if sections else "Cause"
         lines = [printable(line) for line in (cause.sentence, *cause.details)]

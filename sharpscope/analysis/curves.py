@@ -85,7 +85,8 @@ def varying(values: pd.DataFrame) -> pd.DataFrame:
     """The rows of `study_values` whose quantity has values at two steps or more and, if it is one of STEPS, varies beyond rounding."""
     frame = values.dropna(subset=["value"])
     grouped = frame.groupby("quantity")
-    low, high = grouped["value"].transform("min"), grouped["value"].transform("max")
+    low = grouped["value"].transform("min")
+    high = grouped["value"].transform("max")
     still = (high - low <= ROUNDED * high.abs()) & frame["quantity"].isin(NAMED)
     return frame[(grouped["step"].transform("nunique") > 1) & ~still]
 
@@ -137,7 +138,8 @@ def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, object]:
 def _series(part: pd.DataFrame, points: range) -> dict[str, Sequence[object]]:
     """`y`, `low`, `high`, `seeds` and `hollow` of one setting's rows, by `at`."""
     table = part.pivot_table(index="at", columns="seed", values="value").reindex(points)
-    mean, count = table.mean(axis=1), table.count(axis=1)
+    mean = table.mean(axis=1)
+    count = table.count(axis=1)
     made: dict[str, Sequence[object]] = {"y": _list(mean)}
     if table.shape[1] >= FEWEST:
         error = table.sem(axis=1)

@@ -68,7 +68,8 @@ def removal_text(run: Run, on: str) -> str:
     model = str((run.config.get("policy") or {}).get("model"))
     policy = model if model in REMOVAL else next(iter(REMOVAL))
     first = "Measured" if policy == model else "Not measured on this model"
-    found, updates = REMOVAL[policy]["outcomes"][on], REMOVAL[policy]["updates"]
+    found = REMOVAL[policy]["outcomes"][on]
+    updates = REMOVAL[policy]["updates"]
     said = f"{first}: rank correlation with the change when tokens are left out {found['rank']:.2f} on {policy} ({updates} updates)"
     if "fresh" in found:
         said += f", {found['fresh']:.2f} on other completions, where two measurements agree to {found['ceiling']:.2f}"

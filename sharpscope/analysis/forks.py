@@ -112,7 +112,8 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | int | None]:
     """Means and intervals over the batches of one state, or over the means of several; those without a batch are left out."""
-    one, states = len(states) == 1, [state for state in states if len(state)]
+    one = len(states) == 1
+    states = [state for state in states if len(state)]
     if not states:
         nothing = dict.fromkeys(
             ("change", "change_low", "change_high", "difference", "low", "high", "p", "sd")
@@ -229,11 +230,13 @@ def without_sections(run: Run, name: str) -> list[Section]:
     settings = run.info["forks"][name]
     arms = list(dict.fromkeys(rows["arm"]))
     values = _by_arm(rows, arms, "value")
-    step, to = int(settings["step"]), settings["to"]
+    step = int(settings["step"])
+    to = settings["to"]
     one_step = to is None or to == step
     where = f"step {step}" if one_step else f"steps {step} to {to}"
     predictions = predictions_table(pd.DataFrame(settings["predictions"]))
-    on, by_effect = settings["on"], settings["by"] == "effect"
+    on = settings["on"]
+    by_effect = settings["by"] == "effect"
     note = PREDICTED
     if by_effect and one_step:
         # its `heldout` is the expected failure

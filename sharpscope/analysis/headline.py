@@ -107,7 +107,8 @@ def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
         words[int(str(rollout))] = list(rows["position"]), pieces
     result = []
     for row in chosen.to_dict("records"):
-        rollout, position = int(row["rollout"]), int(row["position"])
+        rollout = int(row["rollout"])
+        position = int(row["position"])
         positions, texts = words[rollout]
         at = positions.index(position)
         marked = Marked(
@@ -253,7 +254,8 @@ def rotation_texts(settings: Sequence[Setting]) -> list[str]:
     """How far token weights would turn the gradient of trainings that were recorded with `rotation=`."""
     said = []
     for run in (run for setting in settings for run in setting.runs.values()):
-        angles, method = run.updates["gradient_rotation"].dropna(), run.info.get("rotation")
+        angles = run.updates["gradient_rotation"].dropna()
+        method = run.info.get("rotation")
         if method and len(angles):
             each = f"{angles.mean():.1f}° on average over {len(angles)} updates (at most {angles.max():.1f}°)"
             said.append(f"The weights of {method} would turn the gradient of {run.name} by {each}.")
@@ -295,7 +297,8 @@ def over_seeds(values: pd.DataFrame) -> tuple[float, float]:
     finite = table[np.isfinite(table[:, 0])]
     if len(finite) < 2:
         return tuple(finite[0].tolist()) if len(finite) else (math.nan, math.nan)
-    interval, mean = mean_interval(finite[:, 0]), float(finite[:, 0].mean())
+    interval = mean_interval(finite[:, 0])
+    mean = float(finite[:, 0].mean())
     return mean, math.nan if interval is None else interval.high - mean
 
 

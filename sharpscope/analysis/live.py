@@ -51,7 +51,8 @@ class LivePage:
             version = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
             if files and version != self.version:
                 page = page_of(load_runs(list(self.paths)), ", ".join(map(str, self.paths)))
-                self.html, self.version = report_html(page, {}, live=True), version
+                self.html = report_html(page, {}, live=True)
+                self.version = version
         return self.version
 
 

@@ -129,7 +129,8 @@ def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
 
 def gap(run: Run, step: int) -> float | None:
     """Generalization gap at `step`: training accuracy − held-out accuracy, both at temperature 1."""
-    inside, outside = train_accuracy(run, step), evaluations(run).get(step)
+    inside = train_accuracy(run, step)
+    outside = evaluations(run).get(step)
     return None if inside is None or outside is None else inside[0] - outside[0]
 
 
@@ -257,7 +258,8 @@ def log_ratios(frame: pd.DataFrame) -> pd.DataFrame:
 
 def dose_of(runs: Iterable[Run], method: str) -> Dose:
     """Mean rotation of the update and mean angle between halves of a batch over the steps of `runs` [degrees]."""
-    several, found = list(runs), list[float | None]()
+    several = list(runs)
+    found = list[float | None]()
     for column in ("update_rotation", "noise_rotation"):
         means = [float(run.steps[column].mean()) for run in several if column in run.steps]
         known = [value for value in means if math.isfinite(value)]
@@ -398,8 +400,8 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     ]
     measures, saturation = [], []
     for row in rows[["step", "quantity", "functional", "rho"]].to_dict("records"):
-        name = SHARPNESS[row["quantity"]] + f" of {row['functional']}" * (
-            row["quantity"] != "critical_sharpness"
+        name = SHARPNESS[row["quantity"]] + (
+            f" of {row['functional']}" if row["quantity"] != "critical_sharpness" else ""
         )
         has_radius = row["rho"] is not None and math.isfinite(row["rho"])
         measures.append(name + (f", radius {row['rho']:.3g}" if has_radius else ""))
@@ -410,7 +412,8 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
             else math.nan
         )
     errors = rows["prompt_std_error"].mask(rows["quantity"] == CRITICAL[0])
-    half, rank = Z * known(errors), rows["quantity"].map(list(SHARPNESS).index)
+    half = Z * known(errors)
+    rank = rows["quantity"].map(list(SHARPNESS).index)
     rows = rows.assign(measure=measures, half=half, saturation=saturation, rank=rank)
     return rows.sort_values(["rank", "measure", "step"], kind="stable")
 

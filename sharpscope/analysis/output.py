@@ -175,7 +175,8 @@ def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> 
         live: it is served by `live` and asks there for what is new.
     """
     view = token_view(page.runs.by_name, page.choices)
-    scripts, data = [_asset("page.js")], {}
+    scripts = [_asset("page.js")]
+    data = {}
     charts = [group for group in page.charts if group["charts"]]
     if view["completions"]:
         data["tokens"] = Markup(script_json(view))
@@ -183,9 +184,10 @@ def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> 
     if charts:
         data["curves"] = Markup(script_json(charts))
         scripts += map(_asset, ("uplot/uPlot.iife.min.js", "curves.js"))
-    scripts += [_asset("live.js")] * live
+    scripts += [_asset("live.js")] if live else []
     css = _asset("report.css") + (_asset("uplot/uPlot.min.css") if charts else "")
-    names, numbers = list(page.runs.by_name), {name: n for n, name in enumerate(page.choices)}
+    names = list(page.runs.by_name)
+    numbers = {name: n for n, name in enumerate(page.choices)}
     there = {(view["runs"][c["r"]], c["s"], c["n"]) for c in view["completions"] if "t" in c}
 
     def link(cell: Marked) -> str:
@@ -205,7 +207,7 @@ def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> 
     return html.render(
         version=__version__,
         source=page.source,
-        policy=policy(scripts, [css]) + "; connect-src 'self'" * live,
+        policy=policy(scripts, [css]) + ("; connect-src 'self'" if live else ""),
         css=Markup(css),
         scripts=list(map(Markup, scripts)),
         data=data,

@@ -158,9 +158,12 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]) ->
 
 def _summary(parts: Mapping[int, Difference]) -> Row:
     """Mean difference with its interval, p of the sign-flip test, median, worst pair, and the seeds that would halve it."""
-    n, one = len(parts), next(iter(parts.values()))
+    n = len(parts)
+    one = next(iter(parts.values()))
     data = np.array([part.treatment - part.baseline for part in parts.values()])
-    mean, median, half = float(data.mean()), float(np.median(data)), 1.959964 * one.error
+    mean = float(data.mean())
+    median = float(np.median(data))
+    half = 1.959964 * one.error
     interval = mean_interval(data) if n > 1 else Interval(mean - half, mean + half, "t")
     low, high = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
     worst = int(np.argmin((one.better or (1 if median >= 0 else -1)) * data))
@@ -214,11 +217,13 @@ def _over_steps(first: Run, second: Run) -> Iterator[Difference]:
     for column, name, unit, better in STEPS:
         if column not in a or column not in b:
             continue
-        x, y = a[column][in_a], b[column][in_b]
+        x = a[column][in_a]
+        y = b[column][in_b]
         start = 0 if column == "update_rotation" else 2 * horizon / 3
         both = (steps > start) & (steps <= horizon) & ~np.isnan(x) & ~np.isnan(y)
         if both.any():
-            x, y = x[both], y[both]
+            x = x[both]
+            y = y[both]
             error = series_mean(y - x)[1]
             yield Difference(name, unit, better, float(x.mean()), float(y.mean()), error, "step")
 

@@ -111,7 +111,8 @@ def reduce_runs(
                 f"runs: {name!r} is no folder below --out {out}; give the folder that holds the run"
             )
         targets[name] = run
-    written, left_out = list[Path](), list[str]()
+    written = list[Path]()
+    left_out = list[str]()
     for name, run in targets.items():
         if tell is not None:
             tell(name)

@@ -87,7 +87,8 @@ class Page:
 def run_sections(run: Run) -> list[Section]:
     """One run, for a terminal: headline, curves, accuracy, sharpness, and what happened."""
     runs = Runs(run.path, {run.name: run}, {})
-    title, problems = f"{run.name} · {run.status}", problem_sections(runs)
+    title = f"{run.name} · {run.status}"
+    problems = problem_sections(runs)
     if run.steps.empty:
         nothing = Section("", "No step is recorded yet.")
         return [Section(title, facts_of(run)), nothing, *problems]
@@ -218,7 +219,8 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     if not pairs:
         return []
     baseline, treatment, rows = pairs[0]
-    main, said = main_differences(rows).head(6), []
+    main = main_differences(rows).head(6)
+    said = []
     steps = [run.steps for label, _, run in study.each() if label == treatment and rotates(run)]
     for name, text in (
         ("gradient_rotation", "It turns the gradient by"),
@@ -244,7 +246,8 @@ def comparison_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
     """All paired differences, a table for each of the `settings` that has pairs with the baseline."""
     result = []
     for baseline, treatment, rows in compared_settings(study, settings):
-        n, title = rows["n"].max(), f"{method_label(treatment)} − {method_label(baseline)}"
+        n = rows["n"].max()
+        title = f"{method_label(treatment)} − {method_label(baseline)}"
         note = f"{n} pair{'s' if n > 1 else ''} of runs. {COVERED}"
         table = difference_table(rows)
         result.append(Section(title, table, note, "Compare", records=records_of(rows)))
@@ -259,7 +262,9 @@ def difference_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _difference_cells(row: Mapping[Hashable, Any]) -> dict[str, str]:
     """One row of `difference_table`."""
-    n, unit, value = row["n"], row["unit"], row["difference"]
+    n = row["n"]
+    unit = row["unit"]
+    value = row["difference"]
     share = unit == "share"
     factor, percents = (100, " %") if share else (1, "")
     half = (row["high"] - row["low"]) / 2
@@ -358,7 +363,8 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
 def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
     """For each measure of a run its first estimate, and where there are several steps the last one and the change."""
     for measure, rows in sharpness_rows(run).groupby("measure", sort=False):
-        first, last = rows.iloc[0], rows.iloc[-1]
+        first = rows.iloc[0]
+        last = rows.iloc[-1]
         ends = {
             "setting": setting,
             "measure": measure,
@@ -437,7 +443,8 @@ def curve_table(run: Run) -> pd.DataFrame:
         if not len(finite) or not len(values) or (constant and np.ptp(finite) < 1e-6):
             continue
         third = max(1, len(values) // 3)
-        first, (last, error) = values[:third].mean(), series_mean(values[-third:])
+        first = values[:third].mean()
+        (last, error) = series_mean(values[-third:])
         end = interval_text(last, Z * error) if math.isfinite(last) else "not a number"
         rows.append((quantity.name, number(first, "not a number"), sparkline(values), end))
     return pd.DataFrame(rows, columns=["by step", "first", "", "last"])
@@ -507,7 +514,8 @@ def run_table(runs: Runs) -> pd.DataFrame:
     """One row per run; runs that cannot be read come last."""
     rows = []
     for name, run in runs.by_name.items():
-        why, count = run.info.get("end"), len(run.steps)
+        why = run.info.get("end")
+        count = len(run.steps)
         rewards = known(run.steps.sort_values("step")["reward_mean"])
         reward, error = series_mean(rewards[-max(1, count // 3) :])
         cells = {
@@ -533,7 +541,8 @@ def command_table(runs: Runs, source: str) -> pd.DataFrame:
     ]
     for run in list(runs)[:20]:
         if run.config_text is not None and run.path.exists():
-            config, again = shlex.quote(str(run.path / "config.yaml")), shlex.quote(run.name)
+            config = shlex.quote(str(run.path / "config.yaml"))
+            again = shlex.quote(run.name)
             command = f"sharpscope run {config} --out runs/again-{again}"
             rows.append((f"the run {run.name}, again", command))
     return pd.DataFrame(rows, columns=["makes", "command"])

@@ -90,7 +90,8 @@ def gradient_scores(run: Run) -> pd.DataFrame:
 
     `grad_norm` is that of the step's largest update, so that a spike of one update is no mean over them; `times` is it over the typical.
     """
-    steps, largest = run.steps.sort_values("step"), run.updates.groupby("step")["grad_norm"].max()
+    steps = run.steps.sort_values("step")
+    largest = run.updates.groupby("step")["grad_norm"].max()
     norms = steps["step"].map(largest).astype(float).fillna(steps["grad_norm"].astype(float))
     logs: list[float] = []
     rows = []
@@ -157,14 +158,16 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     if len(norms) > 1:
         largest = norms.index[int(norms.argmax())]
         chosen = int(largest if tokens.empty else tokens["update"].iloc[0])
-        norm, named = float(norms.loc[chosen]), f"update {chosen + 1} of {len(norms)}"
+        norm = float(norms.loc[chosen])
+        named = f"update {chosen + 1} of {len(norms)}"
         found = replace(found, grad_norm=norm, update=named)
     if tokens.empty:
         how = recorded_by(run, "recording.token_gradients_every")
         return replace(found, missing=f"no token's share was recorded at this step{how}")
     sizes = tokens["share"].abs().sort_values(ascending=False, kind="stable")
     prompts = prompt_shares(run, step, tokens)
-    sample, missing = sample_text(run, tokens), ""
+    sample = sample_text(run, tokens)
+    missing = ""
     if (tokens["share"] == 0).all():
         which = f"the measured groups ({sample})" if sample else "its groups"
         missing = f"every token's share is 0: none of {which} has a gradient"
@@ -243,7 +246,8 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
 
     Shares are of Σ|share|, so that no part exceeds the whole; tokens of a sample of groups count by their inverse chance.
     """
-    count, size = inverse_inclusion(tokens), tokens["share"].abs().to_numpy()
+    count = inverse_inclusion(tokens)
+    size = tokens["share"].abs().to_numpy()
     sure = (tokens["probability"] > SURE).to_numpy()
     largest = float(held_by_largest(size, count, 0.01))
     carried = float((count * size)[sure].sum() / max((count * size).sum(), 1e-300))
@@ -261,7 +265,7 @@ def spike_text(run: Run) -> str:
         each = ", ".join(
             f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples()
         )
-        said = f"{len(spikes)} step{'s' * (len(spikes) > 1)} with z ≥ {SPIKE_Z:g}: {each}."
+        said = f"{len(spikes)} step{'s' if len(spikes) > 1 else ''} with z ≥ {SPIKE_Z:g}: {each}."
         step = int(spikes.nlargest(1, "times")["step"].iloc[0])
     elif scores["z"].isna().all():
         said = f"A spike is judged against {SPIKE_LEAST} earlier steps with a gradient; this run has {len(scores)} such steps."

@@ -117,7 +117,8 @@ def accuracy_interval(
         prompts: n.
         samples: k, completions per prompt; n/j for pass@j of n completions.
     """
-    variance, design = accuracy * (1 - accuracy), samples
+    variance = accuracy * (1 - accuracy)
+    design = samples
     if variance > 0 and std_error is not None and np.isfinite(std_error) and prompts > 1:
         found = min(max(std_error**2 * (prompts - 1) * samples / variance, 1.0), samples)
         rare = prompts * samples * min(accuracy, 1 - accuracy) / found
@@ -145,7 +146,8 @@ def bootstrap_interval(
         return Interval(float(data[0]), float(data[0]), "bca")
 
     def _resampled(chosen: NDArray[np.int_], axis: int = -1) -> Numbers:
-        shape, drawn = chosen.shape[:-1], chosen.shape[-1]
+        shape = chosen.shape[:-1]
+        drawn = chosen.shape[-1]
         flat = chosen.reshape(-1, drawn).astype(np.int64)
         rows = np.arange(len(flat))[:, None]
         # how often each cluster was drawn says all: (B, n) counts times (n, p) sums
@@ -259,7 +261,8 @@ def _draws(n: int) -> Doubles:
 
 def weighted_ranks(values: Numbers, weight: Numbers) -> Doubles:
     """(n,) mid-ranks in (0, 1): the share of weight below plus half of the weight that ties."""
-    data, w = np.asarray(values, dtype=np.float64), np.asarray(weight, dtype=np.float64)
+    data = np.asarray(values, dtype=np.float64)
+    w = np.asarray(weight, dtype=np.float64)
     levels, key = np.unique(data, return_inverse=True)
     mass = np.bincount(key, weights=w, minlength=len(levels))
     below = np.cumsum(mass) - mass
@@ -313,7 +316,8 @@ class ClusterSlope:
         """Per cluster Σ x̃ỹ and Σ x̃² (C,), the controls' effect taken out with pooled coefficients."""
         pooled = self.moments.mean(axis=0)
         inverse = np.linalg.pinv(pooled[1:-1, 1:-1])
-        gx, gy = inverse @ pooled[1:-1, 0], inverse @ pooled[1:-1, -1]
+        gx = inverse @ pooled[1:-1, 0]
+        gy = inverse @ pooled[1:-1, -1]
         left = np.concatenate([[1.0], -gx, [0.0]])  # x̃ = left·(x, controls, y)
         right = np.concatenate([[0.0], -gy, [1.0]])
         return self.moments @ right @ left, self.moments @ left @ left
@@ -321,5 +325,6 @@ class ClusterSlope:
 
 def _slopes(moments: Numbers) -> Doubles:
     """First coefficient of y on (x, controls) for each of (B, p, p) moments."""
-    design, target = moments[:, :-1, :-1], moments[:, :-1, -1]
+    design = moments[:, :-1, :-1]
+    target = moments[:, :-1, -1]
     return np.asarray((np.linalg.pinv(design, hermitian=True) @ target[..., None])[:, 0, 0])

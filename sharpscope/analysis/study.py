@@ -170,8 +170,10 @@ class Study:
         inside = self.alike(*methods)
         names = [name for name in self.of(*methods) if name not in inside]
         listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        return (f"{len(names)} runs of other settings or tasks are not used: {listed}",) * bool(
-            names
+        return (
+            (f"{len(names)} runs of other settings or tasks are not used: {listed}",)
+            if names
+            else ()
         )
 
     def pairing(self, treatment: str | None = None, baseline: str | None = None) -> Pairing:
@@ -179,7 +181,8 @@ class Study:
 
         If a setting and seed was run twice, the run whose name sorts first is used.
         """
-        first, second = baseline or self.baseline, treatment or self.treatment
+        first = baseline or self.baseline
+        second = treatment or self.treatment
         # method → setting → seed → name
         by_key: dict[str, dict[str, dict[int, str]]] = {
             first: {},
@@ -389,7 +392,8 @@ def _settings(study: Study) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
 
 def _differing(key: str, rivals: Iterable[str]) -> str:
     """Fields in which this setting differs from others of the same method: `optimizer.lr=0.0002`."""
-    mine, others = json.loads(key), [json.loads(rival) for rival in rivals]
+    mine = json.loads(key)
+    others = [json.loads(rival) for rival in rivals]
     fields = sorted(
         {name for other in others for name in {*mine, *other} if mine.get(name) != other.get(name)}
     )

@@ -72,7 +72,8 @@ def numbers(run: Run) -> list[Number]:
         if len(data) < 2 or accuracy_known:
             continue
         tenth = -(-len(data) // 10)
-        first, last = number(data[:tenth].mean()), number(data[-tenth:].mean())
+        first = number(data[:tenth].mean())
+        last = number(data[-tenth:].mean())
         parts = np.array_split(data, min(POINTS, len(data)))
         made.append(Number(name, first, last, [float(part.mean()) for part in parts]))
     return made[:NUMBERS]
@@ -80,8 +81,10 @@ def numbers(run: Run) -> list[Number]:
 
 def facts_of(run: Run) -> str:
     """What was trained, on one line; of an imported trace a second line says what it lacks."""
-    config, info = flat(run.config), run.info
-    model, size = config.get("policy.model") or info.get("model"), info.get("parameters")
+    config = flat(run.config)
+    info = run.info
+    model = config.get("policy.model") or info.get("model")
+    size = info.get("parameters")
     rate = config.get("optimizer.lr", config.get("learning_rate"))
     sized = f" ({size / 1e6:,.3g} M parameters)" if size else ""
     facts = {
@@ -117,7 +120,8 @@ def _sentences(run: Run) -> Iterator[str]:
     yield from cause(run)
     for one in numbers(run)[:2]:
         if one.title == "reward" or "accuracy" in one.title:
-            name, unit = one.title.removesuffix(" [%]"), " %" if "[%]" in one.title else ""
+            name = one.title.removesuffix(" [%]")
+            unit = " %" if "[%]" in one.title else ""
             yield f"{name[0].upper()}{name[1:]} {one.first} → {one.last}{unit}."
     yield from findings(run)
     spike = largest_update(run)

@@ -203,15 +203,14 @@ def token_sections(
     if by == SHARE:
         return [*step_sections(run, explain_step(run, step, top), top), *layer_sections(run, step)]
     tokens = with_values(run.tokens(steps=[step]))
-    size, columns = tokens[by].abs(), [by]
+    size = tokens[by].abs()
+    columns = [by]
     if by in ("ratio", "clipped"):  # of every update that used the token (PPO epochs)
         again = run.uses[run.uses["step"] == step]
         first = tokens.drop(columns=["update", "ratio", "clipped", "loss_coef", SHARE])
         later = again.merge(first, on=["step", "rollout", "position"])
-        tokens, columns = (
-            pd.concat([tokens, later], ignore_index=True),
-            [by, "ratio", "clipped", "update"],
-        )
+        tokens = pd.concat([tokens, later], ignore_index=True)
+        columns = [by, "ratio", "clipped", "update"]
         size = np.log(tokens["ratio"]).abs().where((tokens["clipped"] != 0) | (by == "ratio"))
     chosen = tokens.loc[size.dropna().nlargest(top).index]
     measured = tokens[tokens[by].notna()]

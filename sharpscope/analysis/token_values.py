@@ -89,7 +89,8 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     sums = np.zeros((4, len(BINS)))  # tokens, gradient, entropy, |entropy| by kind
     for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
         index = token_bins(part)
-        frame, index = part[index >= 0], index[index >= 0]
+        frame = part[index >= 0]
+        index = index[index >= 0]
         push = with_values(frame)["entropy_change"].fillna(0.0).to_numpy()
         updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
         share = (frame["attribution"].astype(float) / updates).fillna(
@@ -167,7 +168,9 @@ def sampler_section(runs: Runs) -> Section | None:
             if len(table := mismatch_sums(run))
         }
     ).T
-    title, part, estimates = "Sampler against trainer", "Events and cost", ["k1", "k2", "k3"]
+    title = "Sampler against trainer"
+    part = "Events and cost"
+    estimates = ["k1", "k2", "k3"]
     if sums.empty:
         return None
     means = sums.assign(**{name: sums[name] / sums["tokens"] for name in QUANTITIES})

@@ -95,7 +95,7 @@ def token_view(
         notes.append(f"{len(others) - len(absent)} more runs are not shown here, see the rule.")
     if absent:
         why = "no completions were recorded (recording.rollouts_every), or they were not kept when the runs were reduced"
-        notes.append(f"{', '.join(absent[:4])}{' …' * (len(absent) > 4)}: {why}.")
+        notes.append(f"{', '.join(absent[:4])}{' …' if len(absent) > 4 else ''}: {why}.")
     return {
         "runs": [shown(name) for name in choices],
         "methods": [shown(c.run.method) for c in choices.values()],
@@ -123,13 +123,14 @@ def _completions(
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
             steps[step] = with_values(choice.run.tokens(steps=[step], columns=wanted))
-        row, tokens = rollouts.loc[(step, rollout)], steps[step]
+        row = rollouts.loc[(step, rollout)]
+        tokens = steps[step]
         body, texts = _body(
             row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker
         )
         prompt = _cut(row["prompt"])  # type: ignore[call-overload, index]
-        new = [text for text in dict.fromkeys(texts) if text not in pieces] + [prompt] * (
-            prompt not in prompts
+        new = [text for text in dict.fromkeys(texts) if text not in pieces] + (
+            [prompt] if prompt not in prompts else []
         )
         completion = _head(row, number, step, rollout, why) | body
         used += len(json.dumps(completion)) + 6 * len(texts) + len(json.dumps(new))
@@ -201,7 +202,8 @@ def _tells(name: str, values: np.ndarray) -> bool:
 
 def _cut(text: object) -> str:
     """A text of at most MOST_TEXT characters; what is missing was not recorded."""
-    text, most = NOT_RECORDED if text is None else str(text), MOST_TEXT
+    text = NOT_RECORDED if text is None else str(text)
+    most = MOST_TEXT
     return (
         text
         if len(text) <= most
@@ -309,7 +311,8 @@ def of_step(run: Run, step: int) -> dict[str, Choice]:
 
 def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
-    choice, what = choices[name], "spike" if spike.z >= SPIKE_Z else "largest gradient"
+    choice = choices[name]
+    what = "spike" if spike.z >= SPIKE_Z else "largest gradient"
     leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()  # type: ignore[var-annotated]
     asked = choice.by_step.get(spike.step, pd.DataFrame(columns=["group", "prompt"]))
     held = asked.reindex(leading).dropna(how="all")["prompt"]

@@ -101,7 +101,8 @@ def _measured(
 
     base, tuned = before.model, after.model
     change = parameter_change(base, tuned)
-    tables, said = {"weights": weight_changes(base, tuned)}, list[str]()
+    tables = {"weights": weight_changes(base, tuned)}
+    said = list[str]()
     radius = choose_radius(base, ProbeBatch("data", (objective,)), ProbesSpec())
     with lm_surface(base, objective) as first, lm_surface(tuned, objective) as second:
         tables["tokens"] = token_changes(first, second)
@@ -149,7 +150,8 @@ def weight_sentences(weights: pd.DataFrame) -> Iterator[str]:
     yield f"weights: the change has the norm {norm:.3g}, {norm / whole:.2%} of the weights'; {changed:.1%} differ in bfloat16"
     matrices = weights.dropna(subset=["effective_rank"])
     if len(matrices):
-        share, chance = matrices["principal_share"].median(), matrices["principal_random"].median()
+        share = matrices["principal_share"].median()
+        chance = matrices["principal_random"].median()
         yield (
             f"of a matrix (median): effective rank {matrices['effective_rank'].median():.3g}; {share:.2%} of the change is within the "
             f"top singular vectors of both sides, {chance:.2%} of a random one would be; they turn by {matrices['angle'].median():.2g}°"
@@ -213,7 +215,8 @@ def swap_sentences(swap: pd.DataFrame, names: list[str]) -> Iterator[str]:
         )
         for (arm, share), same in swap.groupby(["arm", "share"], sort=False)
     }
-    base, tuned = arms["base", 0.0], arms["tuned", 1.0]
+    base = arms["base", 0.0]
+    tuned = arms["tuned", 1.0]
     gain = paired(base, tuned)
     verdict = "" if gain.seen else ", not distinguishable"
     yield (

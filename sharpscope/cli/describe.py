@@ -82,7 +82,8 @@ def methods(
     table = Table("method", "what differs from GRPO", "at one update", "bound", "source")
     for each in method_names():
         note = describe(each)
-        same, bound = same_at_one_update(note.method), method_rotation_bound(note.method.at(0.0))
+        same = same_at_one_update(note.method)
+        bound = method_rotation_bound(note.method.at(0.0))
         shown = f"{bound:.1f}°" if bound else ""
         table.add_row(
             each, escape(note.differs), f"as {same}" if same else "", shown, escape(note.source)
@@ -105,7 +106,8 @@ def _columns(name: str) -> None:
 
     from sharpscope.traces import TABLES
 
-    console, table = Console(highlight=False), TABLES[name]
+    console = Console(highlight=False)
+    table = TABLES[name]
     console.print(f"\n[bold]{name}[/]: a row is {table.row}, identified by {', '.join(table.key)}")
     for column in table.columns:
         when = "only with a probe or an option" if column.probe else "may be missing"
@@ -156,7 +158,8 @@ def config(
         parts = {row.path.rpartition(".")[0] for row in rows} - {""}
         tops = {"tasks", "columns", "fork"} | parts | {row.path for row in rows}
         raise UserError(f"config {topic}: no such setting or topic{nearest(str(topic), tops)}")
-    console, kind = Console(highlight=False), ""
+    console = Console(highlight=False)
+    kind = ""
     for row in chosen:
         if row.kind not in ("", kind):
             console.print(f"  [dim]of kind[/] [bold]{escape(row.kind)}[/]")

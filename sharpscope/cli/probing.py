@@ -146,7 +146,8 @@ def _replay_options(source: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     from sharpscope.errors import UserError
     from sharpscope.methods.named import parse_method
 
-    steps, temperature = given["steps"], given["temperature"]
+    steps = given["steps"]
+    temperature = given["temperature"]
     if not all(step.isdecimal() for step in split(steps)):
         raise UserError(
             f"--steps {steps}: not whole numbers, comma-separated; write for example 10,20"
@@ -221,7 +222,8 @@ class Pictures:
         from sharpscope.surface import limited_surface
         from sharpscope.surface.pictures import tables
 
-        spec, objective = self.spec, batch.objectives[0]
+        spec = self.spec
+        objective = batch.objectives[0]
         with limited_surface(model, objective, spec) as surface:
             prompts = torch.tensor(objective.batch.prompts)
             few = surface.prompts(prompts < (spec.curvature_prompts or len(prompts)))
@@ -248,7 +250,8 @@ def _models(
 
     assert data is not None
     set_threads(None, models[0])
-    rows, radius = read_rows(data), None
+    rows = read_rows(data)
+    radius = None
     for model, name in zip(models, short_names(models), strict=True):
         policy = load_policy(PolicySpec(model=model))
         batches = text_batches(policy, rows, spec.functionals, seed=SEED, label=data.stem)
@@ -290,18 +293,21 @@ def _checkpoints(
     set_threads(config.threads, config.policy.model)
     task = make_task(config.task)
     probe_set = run_probe_set(config, task)
-    radius, known = None, read_run_info(folder).get("probe_radius")
+    radius = None
+    known = read_run_info(folder).get("probe_radius")
     if not fixed and (known or config.probes.rho != "auto"):
         radius = Radius(**known) if known else Radius(float(config.probes.rho))
     for checkpoint in saved if every else saved[-1:]:
         policy = load_policy(
             config.policy.model_copy(update={"model": str(checkpoint)}), base=config.policy.model
         )
-        drawer, temperature = Drawer(config, policy, task), config.rollout.temperature
+        drawer = Drawer(config, policy, task)
+        temperature = config.rollout.temperature
         batches = probe_set_batches(
             probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED
         )
-        step, optimizer = step_of(checkpoint), None
+        step = step_of(checkpoint)
+        optimizer = None
         if "adamw" in spec.operators:
             optimizer = build_optimizer(policy.model, config.optimizer)
             restore(checkpoint, policy, optimizer)
@@ -478,7 +484,9 @@ def _texts(rows: dict[Any, Row]) -> Iterator[str]:
     for kind in ("sam", "asam"):
         if not (row := known.get(kind)):
             continue
-        share, first, bound = row["saturation"], known.get(f"{kind}_first_order"), ""
+        share = row["saturation"]
+        first = known.get(f"{kind}_first_order")
+        bound = ""
         if share > MAX_SATURATION:
             bound = f", SATURATED: {share:.0%} of the largest possible rise, so it measures accuracy; use a smaller rho"
         elif _unsure(row):

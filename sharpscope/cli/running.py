@@ -326,7 +326,8 @@ def _as_sweep(content: dict[str, object]) -> dict[str, object]:
     """The configuration of a run as that of a sweep."""
     method = content.get("method", "grpo")
     name = method.get("name", "grpo") if isinstance(method, dict) else method
-    seed, out = content.pop("seed", 0), content.pop("out", "runs")
+    seed = content.pop("seed", 0)
+    out = content.pop("out", "runs")
     return {"base": content, "methods": [name], "seeds": [seed], "out": out}
 
 
@@ -379,7 +380,8 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
         1, max(default_threads(run.config.policy.model) for run in runs) // workers
     )
     ended = execute(runs, workers=workers, threads=threads, tell=tell)
-    folder, counts = runs[0].run_dir.parent, Counter(ending for ending, _ in ended.values())
+    folder = runs[0].run_dir.parent
+    counts = Counter(ending for ending, _ in ended.values())
     say(f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/")
     for run, (ending, reason) in ended.items():
         if reason:

@@ -130,7 +130,8 @@ def claims(
     from sharpscope.analysis.claims import claim_names, judge
     from sharpscope.analysis.claims.registry import UNDECLARED, declared_rules, quote, write_claims
 
-    names, declared = claim_names(claim), UNDECLARED
+    names = claim_names(claim)
+    declared = UNDECLARED
     laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     if file is not None:
         declared = quote(

@@ -305,7 +305,8 @@ class FixedRollouts:
         """Expected failure of the policy with log-probabilities `logp` (N, T), and the standard error of its change."""
         failed = 1 - self.success.double().to(logp.device)
         weight, share = self.weights(logp)
-        value, before = float((weight * failed).sum()), float(failed.mean())
+        value = float((weight * failed).sum())
+        before = float(failed.mean())
         # Linearization of both ratios: row i contributes w_i(F_i − F) − (F_i − mean F)/N.
         part = weight * (failed - value) - (failed - before) / len(failed)
         _, prompt = self.rollouts.group.to(part.device).unique(return_inverse=True)
@@ -356,14 +357,15 @@ def matching_scale(
     A divergence grows as s² near 0, so the first step from `start` assumes this power; later steps interpolate ln divergence
     linearly in ln s, within the bracket found so far. The last of at most `evaluations` calls is at the returned scale.
     """
-    low, high, slope = 0.0, math.inf, 2.0
+    low = 0.0
+    high = math.inf
+    slope = 2.0
     # `last`: ln of the scale before and of its divergence
-    scale, last = (
-        start,
-        (math.nan, math.nan),
-    )
+    scale = start
+    last = (math.nan, math.nan)
     for _ in range(evaluations):
-        tried, reached = scale, divergence(scale)
+        tried = scale
+        reached = divergence(scale)
         if abs(reached - target) <= tolerance * target:
             return tried, True
         # also where it is not finite
@@ -372,7 +374,8 @@ def matching_scale(
             here = math.log(tried), math.log(reached)
             local = (here[1] - last[1]) / (here[0] - last[0])
             slope = local if 0.25 <= local <= 16 else slope
-            scale, last = tried * (target / reached) ** (1 / slope), here
+            scale = tried * (target / reached) ** (1 / slope)
+            last = here
         if not low < scale < high:
             scale = math.sqrt(low * high) if 0 < low < high < math.inf else 4 * low or high / 2
     return tried, False
@@ -404,7 +407,9 @@ class Measure:
     """Measures the arms of a fork from one state; without a radius `rho` it is found on training completions of the first batch."""
 
     def __init__(self, start: Start, spec: ForkSpec, rho: float | None) -> None:
-        self.start, self.spec, self.rho = start, spec, rho
+        self.start = start
+        self.spec = spec
+        self.rho = rho
         self._draw = Drawer(start.config, start.policy, start.task)
         self._heldout = heldout_order(start.config, start.task)
 
@@ -414,7 +419,9 @@ class Measure:
         Held-out prompts are the next of a seeded order. Training prompts are those that the batch learns from, with as many
         completions in total.
         """
-        start, spec, samples = self.start, self.spec, self.spec.samples
+        start = self.start
+        spec = self.spec
+        samples = self.spec.samples
         if split == "heldout":
             examples = self.asked(batch)
         else:
@@ -450,7 +457,8 @@ class Measure:
             sound = not any(update.problem for update in made.updates)
             readings = self._readings(batch, sets)
             reference = reference or (moved, readings["kl"].value)
-            turned, norm = rotation(moved, reference[0]), math.sqrt(inner(moved, moved))
+            turned = rotation(moved, reference[0])
+            norm = math.sqrt(inner(moved, moved))
             effects = {
                 "update_norm": norm,
                 "update_rotation": turned.angle,
@@ -479,7 +487,8 @@ class Measure:
         wanted: float,
     ) -> tuple[dict[str, Reading], float, bool]:
         """Outcomes (`step`: as it is) at the scale at which the update has the KL `wanted`, the scale, and whether it was found."""
-        present, heldout = step["kl"].value, sets["heldout"]
+        present = step["kl"].value
+        heldout = sets["heldout"]
         if not (wanted > 0 and present > 0) or present == wanted:
             return step, 1.0, wanted > 0 and present == wanted
 
@@ -495,7 +504,9 @@ class Measure:
 
     def _readings(self, batch: int, sets: Mapping[str, FixedRollouts]) -> dict[str, Reading]:
         """Outcomes by name at the present weights."""
-        start, wanted, heldout = self.start, self.spec.outcomes, sets["heldout"]
+        start = self.start
+        wanted = self.spec.outcomes
+        heldout = sets["heldout"]
         stats = {split: start.scorer.statistics(fixed.rollouts) for split, fixed in sets.items()}
         readings = {"kl": Reading(heldout.kl(stats["heldout"].logp))}
         if "failure" in wanted:
@@ -523,7 +534,8 @@ class Measure:
         return {"sam_sharpness": value, "saturation": Reading(found.saturation)}
 
     def _surface(self, fixed: FixedRollouts) -> AbstractContextManager[Surface]:
-        config, model = self.start.config, self.start.policy.model
+        config = self.start.config
+        model = self.start.policy.model
         return limited_surface(
             model, fixed.failure_objective(config.rollout.temperature), config.probes
         )

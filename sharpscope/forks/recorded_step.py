@@ -36,7 +36,9 @@ class RecordedStep:
     def __init__(
         self, run: Run, rows: StepRows, optimizer: torch.optim.Optimizer, tell: Tell
     ) -> None:
-        self.rows, self.optimizer, self.tell = rows, optimizer, tell
+        self.rows = rows
+        self.optimizer = optimizer
+        self.tell = tell
         model = rows.policy.model
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.groups = layer_groups(model)
@@ -84,7 +86,8 @@ class RecordedStep:
         if observe is not None:
             if number == 0:
                 self._compare(norm.total)
-            index, every = int(recorded["update"]), torch.arange(len(coef))
+            index = int(recorded["update"])
+            every = torch.arange(len(coef))
             clips = () if limit is None else (Clip(limit=limit),)
             first = self.first_use == index
             observe(PendingUpdate(index, every, first, coef, norm.total, clips))

@@ -121,7 +121,8 @@ class Rotations:
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        table, record = folder / "rotation.csv", folder / "rotation.json"
+        table = folder / "rotation.csv"
+        record = folder / "rotation.json"
         write_atomic(table, csv_text(self.table))
         each = folder / "batches.csv"
         write_atomic(each, csv_text(self.each))
@@ -228,7 +229,8 @@ def _described(
     start: _Start, first: RolloutBatch, run: Path | str | None, batches: int
 ) -> dict[str, Any]:
     """What the batches are; numbers of the first one."""
-    config, texts = start.config, first.rollouts.texts
+    config = start.config
+    texts = first.rollouts.texts
     return {
         "model": config.policy.model,
         "task": config.task.kind,
@@ -343,7 +345,8 @@ def in_a_first_update(method: Method) -> Method:
 
 def _reason(row: Mapping[str, Any], method: Method, alike: Sequence[str]) -> str:
     """Why a method turns the gradient, or does not; empty where there is no simple reason."""
-    angle, scale = row["gradient_rotation"], row["gradient_scale"]
+    angle = row["gradient_rotation"]
+    scale = row["gradient_scale"]
     if angle < STILL and abs(scale - 1) < 0.02:
         plain = row["reference"] == "grpo"
         return "the same gradient" + (": every ratio is 1 in a first update" if plain else "")
@@ -410,7 +413,8 @@ class _Start(Start):
 
     def measured(self, name: str, batch: RolloutBatch, stats: TokenStats) -> dict[str, Any]:
         """The row of a method; `halves` has the gradient's angles on the two halves of the prompts, if they are measured."""
-        method, progress = self.methods[name], self.progress()
+        method = self.methods[name]
+        progress = self.progress()
         advantage = step_advantages(method, batch.rollouts, batch.rewards, stats)
         tensors = step_tensors(batch.rollouts, advantage, stats, stats.logp, progress, method)
         method = method.model_copy(update={"weight": calibrate(method.weight, tensors)})
@@ -498,7 +502,8 @@ class _Start(Start):
             # NaN without tokens
             row[f"entropy_predicted_{name}"] = float(predicted[inside].sum() / total)
             row[f"entropy_measured_{name}"] = float(change[inside].mean())
-        curved, norm = used & (curvature > 0), before.logit_grad_norm.cpu().double()
+        curved = used & (curvature > 0)
+        norm = before.logit_grad_norm.cpu().double()
         for name, one, other, places in (
             ("entropy_rank", predicted, change, used & (predicted != 0)),
             ("kl_rank", curvature, divergence, curved),
@@ -515,7 +520,8 @@ class _Start(Start):
         self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats
     ) -> StepTokens:
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
-        rollouts, learner = batch.rollouts, self.learner(method)
+        rollouts = batch.rollouts
+        learner = self.learner(method)
         plan = learner.plan(rollouts, advantage, self.seed_step, self.progress(), method, stats)
         model, other = learner.reference, None
         if model is not None:
@@ -581,7 +587,8 @@ def _function_of(weighting: Weighting, column: Mapping[str, Tensor]) -> Tensor |
         return token_weights(weighting, step, torch.Generator().manual_seed(0))[0]
 
     try:
-        first, second = weights_of(len(values), 1.0), weights_of(len(values) // 2, 0.02)
+        first = weights_of(len(values), 1.0)
+        second = weights_of(len(values) // 2, 0.02)
     except (UserError, ValueError):
         return None
     return first if torch.allclose(first[-len(second) :], second) else None

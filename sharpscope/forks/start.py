@@ -196,10 +196,8 @@ class Start:
             progress = restore(checkpoint, self.policy, self.optimizer)
             self.step, self._cursor = progress.step, progress.cursor
             self._state = dict(progress.entropy_control)
-            method, recorded = (
-                config.resolved_method.unlabeled,
-                known_settings(Method, progress.method),
-            )
+            method = config.resolved_method.unlabeled
+            recorded = known_settings(Method, progress.method)
             for name, one in self.methods.items():
                 self.methods[name] = (
                     Method.model_validate(recorded) if one.unlabeled == method else one
@@ -208,7 +206,8 @@ class Start:
         set_learning_rate(self.optimizer, self.lr)
         self._order = DataOrder(split_examples(self.task, "train"), config.seed)
         learner = make_learner(config, self.policy, self.optimizer, reference=reference)
-        self._learner, self.scorer = replace(learner, **settings), learner.scorer
+        self._learner = replace(learner, **settings)
+        self.scorer = learner.scorer
         self._made: dict[Any, Any] = {}  # results of `_once`
         for name, method in self.methods.items() if calibrating else ():
             if method.weight.needs_calibration:
@@ -236,7 +235,8 @@ class Start:
         return method.model_copy(update={"weight": UniformWeight()})
 
     def _warm_up(self, method: Method) -> None:
-        learner, seed = self.learner(method), derive(self.config.seed, "fork warm-up")
+        learner = self.learner(method)
+        seed = derive(self.config.seed, "fork warm-up")
         order = replace(self._order, cursor=0, seed=seed)
         set_learning_rate(self.optimizer, 0.0)
         for number in range(1, self.warmed + 1):
@@ -309,7 +309,8 @@ class Start:
         **options: Any,
     ) -> StepResult:
         """Make the step `number` steps after the next one from the present weights."""
-        steps, progress = self.config.steps, self.progress(number)
+        steps = self.config.steps
+        progress = self.progress(number)
         lr = learning_rate(self.config.optimizer, min(self.step + 1 + number, steps), steps)
         set_learning_rate(self.optimizer, lr)
         health = StepHealth(
@@ -326,7 +327,8 @@ class Start:
     def advance(self, steps: int, tell: Tell) -> None:
         """Make so many steps of the first method, as its run made them; the state is then the one after them."""
         learner, order = self.make_steps(steps, tell)
-        self.step, self._cursor = self.step + steps, order.cursor
+        self.step = self.step + steps
+        self._cursor = order.cursor
         self._state = dict(vars(learner.state))
         self.__dict__.pop("snapshot", None)
 
@@ -337,7 +339,8 @@ class Start:
         without: Callable[[int, Rollouts], Tensor | None] | None = None,
     ) -> tuple[Learner, DataOrder]:
         """Make so many steps of the first method from the present weights, each `without` the tokens of a step and its rollouts."""
-        method, order = next(iter(self.methods.values())), self.order(0)
+        method = next(iter(self.methods.values()))
+        order = self.order(0)
         learner = self.learner(method)
         for number in range(steps):
             seed_step = self.step + 1 + number

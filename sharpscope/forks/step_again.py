@@ -112,7 +112,8 @@ class StepAgain:
 
         The first measurement is that of the state.
         """
-        found, first = {}, self.before is None
+        found = {}
+        first = self.before is None
         before = self.before = self.before or {}
         if self.held_out is not None:
             drawn, greedy = self.held_out()
@@ -151,7 +152,9 @@ class StepAgain:
 
     def scores(self) -> tuple[dict[str, Tensor], Sequence[UpdateResult]]:
         """Effects on the prepared outcomes and `share` (N, T), sums over the updates, and the updates, which are made."""
-        rollouts, model, width = self.rollouts, self.scorer.model, self.rollouts.prompt_width
+        rollouts = self.rollouts
+        model = self.scorer.model
+        width = self.rollouts.prompt_width
         parameters = [p for p in model.parameters() if p.requires_grad]
         updates = self.update(None, None)
         with guarded(model):

@@ -56,7 +56,8 @@ class TokenSet:
 
     def _leading(self, step: int, score: Tensor) -> Tensor:
         """The tokens with the largest |score|."""
-        size, count = score.abs().nan_to_num(0.0).flatten(), int(self.value)
+        size = score.abs().nan_to_num(0.0).flatten()
+        count = int(self.value)
         some = int((size > 0).sum())
         if some < 2 * count:
             raise UserError(
@@ -73,7 +74,8 @@ class TokenSet:
             table = table[table["step"] == step]
         if not {"rollout", "position"} <= set(table):
             raise UserError(f"--without {self}: needs the columns rollout and position")
-        rollout, position = table["rollout"], table["position"]
+        rollout = table["rollout"]
+        position = table["position"]
         inside = rollout.between(0, shape[0] - 1) & position.between(0, shape[1] - 1)
         if not bool(inside.all()):
             first = table[~inside].iloc[0]

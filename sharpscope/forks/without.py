@@ -149,7 +149,8 @@ def _arms(
     tell: Tell,
 ) -> Found:
     """Make the step with all tokens and without each set, and measure."""
-    before, scores = again.values(), dict[str, Tensor]()
+    before = again.values()
+    scores = dict[str, Tensor]()
     if again.to == again.step:
         tell("effects and shares of the tokens")
         scores, made = again.scores()

@@ -65,7 +65,8 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         """The sum of the gradients of each row's copies."""
-        (rows,), gradient = ctx.saved_tensors, gradients[0]  # (n, …)
+        (rows,) = ctx.saved_tensors
+        gradient = gradients[0]  # (n, …)
         selected = torch.arange(ctx.count, device=rows.device)[:, None] == rows  # (B, n)
         total = selected.to(gradient.dtype) @ gradient.reshape(len(rows), -1)
         return total.view(ctx.count, *gradient.shape[1:]), None
@@ -107,7 +108,9 @@ class PromptLayer(DynamicLayer):
                 )
             )
         if self.rows is None:
-            self.keys, self.values, self.is_initialized = key_states, value_states, True
+            self.keys = key_states
+            self.values = value_states
+            self.is_initialized = True
         return key_states, value_states
 
     def _first(self, part: Tensor, count: int) -> Tensor:

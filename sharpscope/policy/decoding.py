@@ -53,7 +53,8 @@ def completion_uniforms(seed: int, prompts: Tensor, completions: Tensor, count: 
 
     A completion is therefore independent of the other rows of its batch.
     """
-    generator, uniforms = torch.Generator(), torch.empty(len(prompts), count, dtype=torch.float64)
+    generator = torch.Generator()
+    uniforms = torch.empty(len(prompts), count, dtype=torch.float64)
     for row, prompt, completion in zip(
         uniforms, prompts.tolist(), completions.tolist(), strict=True
     ):
@@ -135,12 +136,13 @@ def decode(
     ascending, `rows` (n,) its index in `out` and `uniforms` (n, max_new_tokens) random numbers by position. `out.truncated`
     becomes False where a row ended before the limit.
     """
-    device, head, model = policy.device, policy.head, policy.model
-    ends, uniforms = torch.tensor(policy.eos_ids, device=device), uniforms.to(device)
-    ids, lengths = (
-        padded(texts, policy.pad_id).to(device),
-        torch.tensor([len(text) for text in texts], device=device),
-    )
+    device = policy.device
+    head = policy.head
+    model = policy.model
+    ends = torch.tensor(policy.eos_ids, device=device)
+    uniforms = uniforms.to(device)
+    ids = padded(texts, policy.pad_id).to(device)
+    lengths = torch.tensor([len(text) for text in texts], device=device)
     hidden, prompts = read_prompts(backbone(model), ids, lengths)  # (B, P) -> (B, d)
     direct = can_decode_directly(model)
     decoder = (DirectDecoder if direct else LayerDecoder)(
@@ -148,8 +150,10 @@ def decode(
     )
     stopped = _StopStrings(policy, stop, len(rows))
     # Of each row that has not finished: its index in `rows`, next position in its completion, and text in the cache.
-    member, column = torch.arange(len(rows), device=device), out.length[rows].to(device)
-    text, position = row_text.to(device), lengths
+    member = torch.arange(len(rows), device=device)
+    column = out.length[rows].to(device)
+    text = row_text.to(device)
+    position = lengths
     record: list[tuple[Tensor, ...]] = []
     with torch.inference_mode() if direct else nullcontext():
         while True:
@@ -167,12 +171,10 @@ def decode(
             if not len(running):
                 break
             if len(running) < len(member):
-                member, column, text, token = (
-                    member[running],
-                    column[running],
-                    text[running],
-                    token[running],
-                )
+                member = member[running]
+                column = column[running]
+                text = text[running]
+                token = token[running]
             text, token, source = _branch(decoder, text, token, len(hidden), head.weight.shape[0])
             position = position[source]  # (m,)
             hidden = decoder.step(token, position)  # (m, d)
@@ -196,13 +198,15 @@ def _branch(
     Returns the place (n,) of each row's new text, and for each place (m,) its next token (0: unused) and the text's former place.
     """
     key, row_key = torch.unique(text * words + token, return_inverse=True)  # (k,) ascending, (n,)
-    source, token = key // words, key % words
+    source = key // words
+    token = key % words
     if count - len(key) > REMOVE_SHARE * count:
         decoder.keep(source, room=len(text))
         return row_key, token, source
     # One continuation of a text stays in its place, and copies for the others go to unused places.
     branches = (source[1:] == source[:-1]).nonzero()[:, 0] + 1
-    place, count = source, max(count, len(key))
+    place = source
+    count = max(count, len(key))
     if len(branches):
         unused = (
             torch.ones(count, dtype=torch.bool, device=source.device)
@@ -365,23 +369,27 @@ class DirectDecoder:
 
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Append tokens (m,) at positions (m,) and return the hidden states (m, d) that predict the next ones."""
-        m, width = len(token), self.cos.shape[-1]
+        m = len(token)
+        width = self.cos.shape[-1]
         if self.used == self.row_states[0][0].shape[2]:
             self._resize(None, len(self.row_states[0][0]), self.used)
         self.used += 1
-        cos, sin = self.cos[position], self.sin[position]  # (m, 1, d_head)
+        cos = self.cos[position]
+        sin = self.sin[position]  # (m, 1, d_head)
         hidden = self.embed(token)  # (m, d)
         for index, layer in enumerate(self.layers):
             norm, qkv, heads, q_norm, k_norm, scaling, out, mlp_norm, gate_up, activation, down = (
                 layer
             )
             states = qkv(norm(hidden)).view(m, -1, width)  # (m, H·R + 2·H, d_head)
-            both, v = states[:, :-heads], states[:, -heads:]
+            both = states[:, :-heads]
+            v = states[:, -heads:]
             if q_norm is not None:
                 both = torch.cat([q_norm(both[:, :-heads]), k_norm(both[:, -heads:])], 1)
             both = torch.addcmul(both * cos, both.roll(self.half, -1), sin)
             keys, values = self.row_states[index]
-            keys[:m, :, self.used - 1], values[:m, :, self.used - 1] = both[:, -heads:], v
+            keys[:m, :, self.used - 1] = both[:, -heads:]
+            values[:m, :, self.used - 1] = v
             q = (both[:, :-heads] * scaling).view(m, heads, -1, width)
             hidden = hidden + out(self._attend(index, q).reshape(m, -1))
             gate, up = gate_up(mlp_norm(hidden)).chunk(2, -1)

@@ -41,7 +41,8 @@ def rotation(vector: Gradient, reference: Gradient) -> Rotation:
 
     def terms(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         """Squared lengths of both, of their difference and of their sum."""
-        difference, total = a - b, a + b
+        difference = a - b
+        total = a + b
         return a @ a, b @ b, difference @ difference, total @ total
 
     aa, bb, minus, plus = _sums(vector, reference, terms, count=4)

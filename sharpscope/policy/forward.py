@@ -80,7 +80,8 @@ def score_completions(
         raise ValueError(f"temperature {temperature}: must be positive")
     if one_pass and share_prompt:
         raise ValueError("one_pass: not available with share_prompt")
-    head, mask = output_head(model), rows.completion_mask.bool()
+    head = output_head(model)
+    mask = rows.completion_mask.bool()
     with torch.set_grad_enabled(with_grad):
         # Hidden states of each bucket's masked tokens, row by row, later sorted into the order of `rows`.
         hidden_parts, index_parts = [], []
@@ -96,7 +97,8 @@ def score_completions(
                 keep = mask[bucket, : hidden.shape[1]]
                 hidden_parts.append(hidden[keep])
                 index_parts.append(index[bucket, : hidden.shape[1]][keep])
-        hidden, order = torch.cat(hidden_parts), torch.cat(index_parts)  # (M, d), (M,)
+        hidden = torch.cat(hidden_parts)
+        order = torch.cat(index_parts)  # (M, d), (M,)
         hidden = hidden[order.argsort()].to(torch.promote_types(head.weight.dtype, torch.float32))
         targets = rows.completion_ids[mask]
         if with_grad:
@@ -119,13 +121,16 @@ def _plain_hidden(
     model: nn.Module, rows: Completions, one_pass: bool = False
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield buckets (rows (b,), hidden (b, T_b, d)), where hidden[:, t] predicts completion token t; prompts are not shared."""
-    P, prompt, length = rows.prompt_width, rows.prompt_lengths, rows.lengths
+    P = rows.prompt_width
+    prompt = rows.prompt_lengths
+    length = rows.lengths
     whole = [torch.arange(len(rows), device=length.device)]
     for bucket in (
         whole if one_pass else length_buckets((prompt + length).cpu().numpy(), length.device)
     ):
         # Without left padding, causal attention needs no mask.
-        p, n = prompt[bucket, None], length[bucket, None]
+        p = prompt[bucket, None]
+        n = length[bucket, None]
         width = int((p + n).max()) - 1  # without the last token
         ids = _align_left(rows.input_ids[bucket], p[:, 0], P, width)
         out = backbone(model)(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
@@ -143,7 +148,8 @@ def _align_left(ids: Tensor, lengths: Tensor, prompt_width: int, width: int) -> 
 
 def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor, Tensor]]:
     """As `_plain_hidden`, but run the prompts of all groups once first."""
-    body, P = backbone(model), rows.prompt_width
+    body = backbone(model)
+    P = rows.prompt_width
     _, row_prompt = rows.group.unique(return_inverse=True)  # (n,) -> 0..B-1
     first = torch.full((int(row_prompt.max()) + 1,), len(rows), device=row_prompt.device)
     # (B,)
@@ -151,7 +157,8 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
         0, row_prompt, torch.arange(len(rows), device=row_prompt.device), "amin"
     )
     skip = P - int(rows.prompt_lengths.max())
-    ids, attention = rows.input_ids[:, skip:P], rows.attention_mask[:, skip:P]
+    ids = rows.input_ids[:, skip:P]
+    attention = rows.attention_mask[:, skip:P]
     if not torch.equal(ids * attention, (ids * attention)[first[row_prompt]]):
         raise ValueError("share_prompt: rows of one group have different prompts")
     lengths = rows.prompt_lengths[first]
@@ -213,7 +220,8 @@ def microbatches(
     unit = (
         torch.arange(len(lengths)) if group is None else group.cpu().unique(return_inverse=True)[1]
     )
-    lengths, prompt_lengths = lengths.cpu(), prompt_lengths.cpu()
+    lengths = lengths.cpu()
+    prompt_lengths = prompt_lengths.cpu()
     if group is not None:
         unit = _within_budget(unit, lengths, prompt_lengths, token_budget)
     count = int(unit.max()) + 1 if len(unit) else 0
@@ -242,7 +250,8 @@ def _within_budget(unit: Tensor, lengths: Tensor, prompt_lengths: Tensor, budget
             rows[lengths[rows].argsort(descending=True, stable=True)].tolist()
         ):
             if index and filled + int(lengths[row]) > budget:
-                count, filled = count + 1, prompt
+                count = count + 1
+                filled = prompt
             parts[row] = count
             filled += int(lengths[row])
         count += 1
@@ -257,7 +266,8 @@ ACTIVATION_BYTES = {"cpu": 4 * 2**30, "cuda": 16 * 2**30}
 
 def activation_tokens(model: nn.Module, gradient_checkpointing: bool) -> int:
     """Number of tokens whose activations take about `ACTIVATION_BYTES`, from the sizes of a transformer's layers."""
-    config, parameter = bare(model).config.get_text_config(), next(model.parameters())
+    config = bare(model).config.get_text_config()
+    parameter = next(model.parameters())
     hidden, layers = config.hidden_size, config.num_hidden_layers
     layer = 16 * hidden + 4 * (getattr(config, "intermediate_size", None) or 4 * hidden)
     numbers = layers * hidden + layer if gradient_checkpointing else layers * layer

@@ -158,7 +158,8 @@ def generate(
     seed = int(torch.randint(2**62, (), generator=generator))
     count = len(prompts) * group_size
     out = Output(count, spec.max_new_tokens, policy.pad_id)
-    texts, stop = [""] * count, () if task is None else tuple(task.stop)
+    texts = [""] * count
+    stop = () if task is None else tuple(task.stop)
     # Batch prompts of similar length to reduce padding.
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     order = torch.tensor([i * group_size + g for i in by_length for g in range(group_size)])
@@ -184,7 +185,9 @@ def generate(
                     break
                 asked = [examples[row // group_size] for row in rows.tolist()]
                 going = _reply(policy, task, asked, rows, out, texts)
-                rows, uniforms, row_text = rows[going], uniforms[going], torch.arange(len(going))
+                rows = rows[going]
+                uniforms = uniforms[going]
+                row_text = torch.arange(len(going))
                 read = [
                     [*prompts[r // group_size], *out.ids[r, : int(out.length[r])].tolist()]
                     for r in rows.tolist()
@@ -254,7 +257,8 @@ def _reply(
         if reply is None:
             continue
         ids = policy.tokenizer(reply, add_special_tokens=False)["input_ids"]
-        begin, end = int(out.length[row]), int(out.length[row]) + len(ids)
+        begin = int(out.length[row])
+        end = int(out.length[row]) + len(ids)
         if end >= out.ids.shape[1]:
             out.truncated[row] = True
             continue
@@ -288,7 +292,9 @@ def draw_scored(
     """
     opened = with_openings(examples, policy)
     part = distributed.local_slice(len(opened))
-    selected, drawn, rewards = opened[part], None, list[Reward]()
+    selected = opened[part]
+    drawn = None
+    rewards = list[Reward]()
     with unsharded(policy.model):
         if selected:
             prompts = render_prompts(selected, policy)

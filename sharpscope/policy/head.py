@@ -45,7 +45,8 @@ class Head:
         """
         autocast = torch.is_autocast_enabled(hidden.device.type)
         with torch.autocast(hidden.device.type, enabled=False) if autocast else nullcontext():
-            count, dtype = len(self.weight), torch.promote_types(self.weight.dtype, torch.float32)
+            count = len(self.weight)
+            dtype = torch.promote_types(self.weight.dtype, torch.float32)
             whole = self.weight.dtype == dtype
             budget = BLOCK_BYTES.get(hidden.device.type, BLOCK_BYTES["cuda"])
             size = count if whole else max(1, budget // (self.weight.shape[1] * dtype.itemsize))
@@ -92,7 +93,8 @@ def output_head(model: nn.Module) -> Head:
         UserError: The output layer is not a linear layer.
     """
     causal = bare(model)
-    layer, config = causal.get_output_embeddings(), causal.config
+    layer = causal.get_output_embeddings()
+    config = causal.config
     if not isinstance(layer, nn.Linear):
         what = f"{type(causal).__name__}: its output layer is {type(layer).__name__}, not linear"
         raise UserError(

@@ -102,7 +102,8 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             raise UserError(
                 f"policy.model {spec.model!r}: GGUF files need gguf; pip install 'sharpscope[gguf]'"
             )
-        source, options["gguf_file"] = str(Path(location).parent), Path(location).name
+        source = str(Path(location).parent)
+        options["gguf_file"] = Path(location).name
     try:
         config = AutoConfig.from_pretrained(source, **options)
         device = _device(spec.device)
@@ -194,7 +195,8 @@ def _locate(model: str) -> str:
     """Resolve `policy.model` to a folder, GGUF file or hub id."""
     if model.startswith(EMBEDDED_PREFIX):
         return str(embedded_policy(model.removeprefix(EMBEDDED_PREFIX)))
-    path, problem = Path(model).expanduser(), ""
+    path = Path(model).expanduser()
+    problem = ""
     if path.is_dir():
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
             problem = (

@@ -102,7 +102,8 @@ def completions_of(
     `counted`: for each completion's tokens, whether they are in the loss; None: all are.
     """
     mask = [[1] * len(row) for row in completions] if counted is None else counted
-    asked, given = padded(prompts, -1, left=True).to(device), padded(completions, -1).to(device)
+    asked = padded(prompts, -1, left=True).to(device)
+    given = padded(completions, -1).to(device)
     ids = torch.cat([asked, given], 1)
     return Completions(
         input_ids=ids.clamp_min(0),

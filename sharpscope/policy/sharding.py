@@ -83,7 +83,9 @@ def sum_over_parts(terms: Iterable[tuple[Tensor, Sequence[float]]], count: int) 
 
     All processes must call it if a tensor is sharded.
     """
-    whole, parts, sharded = [0.0] * count, [0.0] * count, False
+    whole = [0.0] * count
+    parts = [0.0] * count
+    sharded = False
     for tensor, numbers in terms:
         shard = is_shard(tensor)
         target, held = (parts, copies(tensor)) if shard else (whole, 1)
@@ -153,7 +155,8 @@ def recover(model: nn.Module) -> None:
 
     for module in _sharded_modules(model):
         state = module._get_fsdp_state()
-        state._state_ctx.iter_forward_root, state._training_state = None, TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._training_state = TrainingState.IDLE
         for group in _groups(module):
             group._training_state = TrainingState.IDLE
         module.reshard()
@@ -208,7 +211,8 @@ def gathered_copy(
         for name, parameter in model.named_parameters():
             copied = copies[parameter] = named[name]
             copied.requires_grad_(parameter.requires_grad)
-            whole, gradient = full_tensor(parameter.detach()), full_tensor(parameter.grad)
+            whole = full_tensor(parameter.detach())
+            gradient = full_tensor(parameter.grad)
             if keep:
                 copied.copy_(whole)
                 copied.grad = None if gradient is None else gradient.to(device)

@@ -216,7 +216,8 @@ class Moments:
 
     def next(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """The next ascent step per learning rate of the rows (C, k) on `gradient` (C, k, d) of an objective to be raised."""
-        (beta1, beta2), number = self.betas, self.step + 1
+        (beta1, beta2) = self.betas
+        number = self.step + 1
         mean = torch.lerp(gradient, -self.mean[rows].to(gradient), beta1).div_(1 - beta1**number)
         square = torch.lerp(gradient.square(), self.square[rows].to(gradient), beta2).div_(
             1 - beta2**number
@@ -247,11 +248,9 @@ def flat_curvature(
     top = min(CURVATURE_TOP, head.weight.shape[0])
     bytes_per_row = dtype.itemsize * max(head.weight.shape[0], 6 * top * hidden.shape[1])
     for start, stop in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES):
-        h, a, y = (
-            hidden[start:stop].to(dtype),
-            advantage[start:stop].to(dtype),
-            targets[start:stop, None],
-        )
+        h = hidden[start:stop].to(dtype)
+        a = advantage[start:stop].to(dtype)
+        y = targets[start:stop, None]
         p = torch.softmax(head.logits(h).to(dtype) / temperature, -1)  # (C, V)
         rows = p.scatter(1, y, torch.inf).topk(top).indices  # (C, k)
         pi = p.gather(1, rows)
@@ -260,7 +259,8 @@ def flat_curvature(
         g = (a[:, None] * v)[:, :, None] * x  # (C, k, d)
         step = g if moments is None else moments.next(rows, g)
         u = (step * x).sum(-1)  # (C, k)
-        vu, spread_u = (v * u).sum(-1), (pi * u * u).sum(-1) - (pi * u).sum(-1) ** 2
+        vu = (v * u).sum(-1)
+        spread_u = (pi * u * u).sum(-1) - (pi * u).sum(-1) ** 2
         out[start:stop, 0] = lr * (g * step).sum((1, 2)) + lr**2 / 2 * a * (vu**2 - spread_u)
         out[start:stop, 1] = lr**2 / 2 * vu**2
     return out
@@ -280,7 +280,9 @@ def logit_stats(z: Tensor, targets: Tensor, temperature: float, out: dict[str, T
     # Blocks fit into the CPU cache, so only the first of these passes reads memory. Below, z' = z/T − max.
     for start, stop in blocks:
         block = slice(start, stop)
-        zb, y, p = z[block], targets[block, None], scratch[: stop - start]
+        zb = z[block]
+        y = targets[block, None]
+        p = scratch[: stop - start]
         if temperature != 1.0:
             zb.div_(temperature)
         torch.amax(zb, 1, out=top[block])

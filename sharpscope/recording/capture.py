@@ -132,14 +132,16 @@ class StepCapture:
         `kl_share`: part of the coefficient that a KL term has; else 0 without a reference and not known with one. Further columns
         (`FIRST_USE`) are kept as they are, such as `correction`, the loss's factor for the sampler's policy.
         """
-        batch, derived = self.batch(serial), "clipped" not in known
+        batch = self.batch(serial)
+        derived = "clipped" not in known
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
         if used is not None:
             mask = used.cpu()
         elif known:
             # a micro-batch can be narrower than the whole batch
             mask = mask[:, : known["ratio"].shape[1]]
-        width, shape = mask.shape[1], mask.shape
+        width = mask.shape[1]
+        shape = mask.shape
         values = {name: torch.zeros(shape) for name in ("log_ratio", "clipped", "kl")}
         values["ratio"] = torch.ones(shape)
         values["kl_share"] = torch.full(shape, math.nan if "ref_logp" in known else 0.0)
@@ -203,7 +205,8 @@ class StepCapture:
         index = len(self.updates)
         widest: list[TokenUse] = []
         for use in self.pending:
-            tokens, rows = self.batch(use.serial).tokens, use.rows
+            tokens = self.batch(use.serial).tokens
+            rows = use.rows
             width = tokens.update.shape[1]
             each = {name: widened(value, width) for name, value in use.columns.items()}
             first = each["used"] & (tokens.update[rows] < 0)  # (n, T)
@@ -322,7 +325,10 @@ class StepCapture:
         self._end_update()
 
     def _end_update(self) -> None:
-        self.pending, self.losses, self.rotation, self.complete = [], [], None, False
+        self.pending = []
+        self.losses = []
+        self.rotation = None
+        self.complete = False
 
     def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
         """Columns of the table `uses` without `step`; None if no token was used twice."""
@@ -372,7 +378,10 @@ def sequences_of(
     """
     n = len(ids)
     order = torch.arange(n).view(2, -1).T.flatten() if pairs else torch.arange(n)
-    prompts, completions, flags, columns = [], [], [], []
+    prompts = []
+    completions = []
+    flags = []
+    columns = []
     for row in order.tolist():
         kept = present[row].nonzero()[:, 0]
         if len(kept) < 2:  # an empty text: two places of which none is in the loss
@@ -399,7 +408,8 @@ def sequences_of(
 
 def unused_tokens(stats: TokenStats, advantage: Tensor) -> StepTokens:
     """StepTokens (N, T) that no update has used yet, with advantages (N,) or (N, T)."""
-    shape, dtype = stats.logp.shape, stats.logp.dtype
+    shape = stats.logp.shape
+    dtype = stats.logp.dtype
     each = advantage.to("cpu", dtype)
     return replace(
         StepTokens.unused(stats),

@@ -58,7 +58,8 @@ def reason_of_sum(shares: Tensor, index: int, known: Circumstances) -> str:
         return dropout
     if known.unheld and not known.first:
         return "parameters that no optimizer holds have the gradients of earlier updates too; clear them"
-    total, norm = float(shares.double().nansum()), known.norms[index]
+    total = float(shares.double().nansum())
+    norm = known.norms[index]
     others = [*LIMITS, known.before if index == 0 else known.norms[index - 1]]
     if total > 1 and any(abs(norm / other - 1) < 1e-3 for other in others):
         return f"the gradient was clipped before the recorder saw it (its norm is {norm:.4g}); call step before clipping"
@@ -98,7 +99,8 @@ def check_shares(
         action = "warn"
         if abs(total - 1) > SHARES_WITHHELD:
             columns["attribution"][used] = math.nan
-            text, action = f"{text}; they are left out", "left out"
+            text = f"{text}; they are left out"
+            action = "left out"
         event = Event(step, "attribution_sum", "warning", total, SHARES_GAP, action, text)
         events.append(event)
     if bool(columns["attribution"].isnan().all()):

@@ -140,10 +140,16 @@ class Recorder(Guard):
                 "record: there is no tokenizer; pass it (to a trainer as processing_class=tokenizer)"
             )
         check_language_model(model)
-        self.model, self.task, self.correct = model, task, correct
-        self.max_grad_norm, self.rotate, self.temperature = max_grad_norm, rotate, temperature
+        self.model = model
+        self.task = task
+        self.correct = correct
+        self.max_grad_norm = max_grad_norm
+        self.rotate = rotate
+        self.temperature = temperature
         self._seen_limit: float | None = None
-        self._lr, self._seed, self._every = lr, seed, critical
+        self._lr = lr
+        self._seed = seed
+        self._every = critical
         self._options = dict(recording or {})
         with guarded(model), original_forward(model):
             source = getattr(getattr(model, "config", None), "_name_or_path", "")
@@ -160,7 +166,9 @@ class Recorder(Guard):
             model, temperature, self.config.update.microbatch_tokens, False, compute=compute
         )
         self._serial = distributed.rank()
-        self.capture, self.step_number, self.total = StepCapture(), 1, 0
+        self.capture = StepCapture()
+        self.step_number = 1
+        self.total = 0
         self._hooks = list[RemovableHandle]()
         check_on_finding(on_finding)
         self.on_finding, self.live = on_finding, cast(LiveCheck | None, None)
@@ -236,7 +244,8 @@ class Recorder(Guard):
         self._find_parameters()  # FSDP2 has replaced them
         self._stepped = 0  # optimizers that have made their step of the present update
         self._update_started: float | None = None
-        self.config, self.total = self.settings(steps), steps
+        self.config = self.settings(steps)
+        self.total = steps
         first_forward(self.model)
         opened = self.run.open(self._run_info(), self.policy.tokenizer, done_updates)
         self.step_number, self.capture = opened.step, StepCapture()
@@ -303,7 +312,8 @@ class Recorder(Guard):
         """Check identities while the training goes on, where `on_finding` asks for it."""
         if self.on_finding is None or not distributed.is_rank_zero():
             return
-        info, folder = read_run_info(self.run_dir), self.run_dir
+        info = read_run_info(self.run_dir)
+        folder = self.run_dir
         words = Words.read(folder / "tokenizer")
         self.live = LiveCheck(self.on_finding, info, words, str(folder))
         self.writer.tables = cast(Any, WatchedTables(self.writer.tables, self.live))
@@ -353,7 +363,8 @@ class Recorder(Guard):
 
     def _choose_places(self, steps: int) -> None:
         """Choose the places of what is measured by default."""
-        schedule, options = self.observers.schedule, self._options
+        schedule = self.observers.schedule
+        options = self._options
         plan = measurement_plan(
             steps,
             self.cost,
@@ -361,7 +372,8 @@ class Recorder(Guard):
             rotation=self.rotate is not None,
             exact=self.config.recording.exact_tokens,
         )
-        said, drawn = f"recording to {self.run_dir}", "groups"
+        said = f"recording to {self.run_dir}"
+        drawn = "groups"
         if "token_gradients_every" not in options:
             schedule.sample = RowSample(share=plan.sample, whole=plan.whole)
             schedule.shares.places, schedule.norms.places = plan.shares, plan.whole
@@ -369,7 +381,8 @@ class Recorder(Guard):
             schedule.norms.at_spikes = "norms" in plan.spikes_with
             schedule.effects.at_spikes = "effects" in plan.spikes_with
             schedule.spikes.most = plan.spikes
-            said, drawn = f"{said}: {plan.sentence}", "rows"
+            said = f"{said}: {plan.sentence}"
+            drawn = "rows"
         if "rotation_every" not in options:
             schedule.rotation.places = plan.shares
         if self._every is True:
@@ -435,7 +448,8 @@ class Recorder(Guard):
         Without `measure` the caller fills the statistics in before the update.
         """
         self._serial += distributed.world_size()
-        texts, first = prompt_texts(rollouts, self.policy.tokenizer), first_rows(rollouts)
+        texts = prompt_texts(rollouts, self.policy.tokenizer)
+        first = first_rows(rollouts)
         examples = [Example(texts[row], "", {}) for row in first]
         rewards = []
         for value, of in zip(rollouts.reward.tolist(), parts or [{}] * len(rollouts), strict=True):
@@ -455,7 +469,8 @@ class Recorder(Guard):
 
     def gradient_done(self) -> None:
         """Run the measurements that are due; the gradient of an update is complete and not clipped."""
-        started, step = time.perf_counter(), self.capture
+        started = time.perf_counter()
+        step = self.capture
         if sum(p.requires_grad for p in self.model.parameters()) != len(self.parameters):
             self._find_parameters()
         step.collect(self.policy.device)
@@ -652,13 +667,15 @@ class Recorder(Guard):
             if step.updates:
                 self.close_step()
             else:
-                self.capture, self._observed = StepCapture(), []
+                self.capture = StepCapture()
+                self._observed = []
 
     # -- writing a step ------------------------------------------------------------------------------------------------
 
     def close_step(self) -> None:
         """Write the step's rows; another one begins."""
-        started, step = time.perf_counter(), self.capture
+        started = time.perf_counter()
+        step = self.capture
         finished = self._finished_step()
 
         def seconds() -> dict[str, float]:

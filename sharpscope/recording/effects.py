@@ -69,7 +69,8 @@ class TokenEffects(Measurement):
             raise UserError(
                 "the method gives the optimizer another gradient than the loss's (method.sharpness)"
             )
-        view, check = update.view, update.config.probes.check
+        view = update.view
+        check = update.config.probes.check
         if check == "first":
             # the names are kept in checkpoints, so that a run that goes on checks what it would have checked
             passed = all(f"effect_{name}" in update.run.checked for name in names)

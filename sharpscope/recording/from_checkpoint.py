@@ -206,9 +206,11 @@ def _measure(
 
 def _shares(rows: StepRows, check: Check) -> tuple[Tensor, list[Row]]:
     """(N, T) shares of ‖∇L‖² of each token's update, and the rows of the updates table."""
-    model, mask = rows.policy.model, rows.rollouts.completion_mask
+    model = rows.policy.model
+    mask = rows.rollouts.completion_mask
     shares = torch.zeros(mask.shape, dtype=torch.float64)
-    parameters, groups = [p for p in model.parameters() if p.requires_grad], layer_groups(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = layer_groups(model)
     coef, update, ratio = (rows.tensor(name) for name in ("loss_coef", "update", "ratio"))
     update = torch.nan_to_num(update)
     made: list[Row] = []
@@ -398,7 +400,8 @@ def step_rows(run: Run, step: int, tokens: pa.Table, policy: Policy) -> StepRows
         )
     frame = tokens.to_pandas()
     row = np.array([row_of.get(int(rollout), -1) for rollout in frame["rollout"]])
-    position, known = frame["position"].to_numpy(), row >= 0
+    position = frame["position"].to_numpy()
+    known = row >= 0
     counted = [[False] * (len(one) - c) for one, c in zip(ids, cut, strict=True)]
     for r, p, token in zip(row[known], position[known], frame["token_id"][known], strict=True):
         if cut[r] + p >= len(ids[r]) or ids[r][cut[r] + p] != token:
@@ -438,7 +441,9 @@ def replay(rows: StepRows, method: Method) -> tuple[dict[str, Tensor], dict[str,
     recorded `logp`, the sampler's correction to `behavior_logp`. Advantages are the recorded ones, or else the method's.
     """
     _check_method(rows, method)
-    rollouts, stats, mask = rows.rollouts, rows.stats, rows.rollouts.completion_mask
+    rollouts = rows.rollouts
+    stats = rows.stats
+    mask = rows.rollouts.completion_mask
     whole = replace(rollouts, behavior_logp=rows.tensor("behavior_logp").to(stats.logp))
     advantage, old = (
         _advantage(rows, method).to(stats.logp.device),
@@ -491,10 +496,12 @@ def _rotation(rows: StepRows, weighted: Tensor, plain: Tensor) -> dict[str, floa
 
 def _advantage(rows: StepRows, method: Method) -> Tensor:
     """(N, T) recorded advantages, 0 outside the mask; where none was recorded, those of the method from the rewards."""
-    recorded, mask = rows.tensor("advantage"), rows.rollouts.completion_mask.bool()
+    recorded = rows.tensor("advantage")
+    mask = rows.rollouts.completion_mask.bool()
     if bool(recorded[mask.cpu()].isfinite().all()):
         return torch.nan_to_num(recorded)
-    reward, group = rows.rollouts.reward.double(), rows.rollouts.group
+    reward = rows.rollouts.reward.double()
+    group = rows.rollouts.group
     if bool(reward.isnan().any()) or len(group.unique()) == len(group):
         raise UserError(
             f"step {rows.step}: has neither advantages nor rewards of groups, from which --method makes them"

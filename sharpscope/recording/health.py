@@ -106,10 +106,8 @@ class StepHealth:
     def _judge(self, values: Mapping[str, float | None], known: str) -> None:
         """Add quantities of the step, and the events of the rules that are known then."""
         self.values |= {name: value for name, value in values.items() if value is not None}
-        history, said = (
-            self.quantities.history(self.values),
-            (self.trainer, self.lr, self.checkpoint),
-        )
+        history = self.quantities.history(self.values)
+        said = (self.trainer, self.lr, self.checkpoint)
         self.events += judge(self.step, history, self.spec.limits, *said, known=known)
 
     def allows_updates(self, stats: TokenStats, weight: Tensor) -> bool:

@@ -51,7 +51,10 @@ class LiveCheck:
     def __init__(
         self, on_finding: OnFinding, info: Mapping[str, object], words: Words, path: str
     ) -> None:
-        self.on_finding, self.info, self.words, self.path = on_finding, info, words, path
+        self.on_finding = on_finding
+        self.info = info
+        self.words = words
+        self.path = path
         self.rows: dict[int, dict[str, list[pd.DataFrame]]] = {}
         self.found: dict[str, Cause] = {}
         self.seconds, self._started = 0.0, time.perf_counter()

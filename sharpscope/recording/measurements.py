@@ -80,7 +80,9 @@ class StepValues:
     """What the measurements of a step have found."""
 
     def __init__(self, run: MeasuredRun, step: int, rollouts: Rollouts) -> None:
-        self.run, self.step, self.rollouts = run, step, rollouts
+        self.run = run
+        self.step = step
+        self.rollouts = rollouts
         self.columns: dict[str, Tensor] = {}
         """Of the tokens table, (N, T) each, NaN where nothing was measured."""
         self.by_layer: dict[tuple[int, int], dict[str, float]] = {}
@@ -124,7 +126,8 @@ class StepValues:
         if name not in self.columns:
             self.columns[name] = torch.full(self.rollouts.completion_mask.shape, math.nan)
         rows = rows.cpu()
-        target, taken = self.columns[name], update.rows[rows]
+        target = self.columns[name]
+        taken = update.rows[rows]
         new = values[:, self.rollouts.prompt_width :].detach().float().cpu()
         target[taken] = torch.where(update.first_use[rows], new, target[taken])
 
@@ -134,17 +137,22 @@ class MeasuredUpdate:
 
     def __init__(self, values: StepValues, update: PendingUpdate, *, sampled: bool) -> None:
         self.values, self.update = values, update
-        self.run, self.config = values.run, values.run.config
+        self.run = values.run
+        self.config = values.run.config
         self.sharded = self.run.sharded
         share = self.config.recording.group_share
         least = math.ceil(2 / self.config.update.mini_batches)  # two groups a step
         group = values.rollouts.group[update.rows.to(values.rollouts.group.device)]
         if (of_rows := self.run.schedule.sample) is not None:
             sampled = sampled and values.step not in of_rows.whole
-            share, least, group = of_rows.share, 1, torch.arange(len(group))
-        self.rows, self.probability = torch.arange(len(group)), 1.0
+            share = of_rows.share
+            least = 1
+            group = torch.arange(len(group))
+        self.rows = torch.arange(len(group))
+        self.probability = 1.0
         # rows of groups without a gradient that are not measured but written
-        self.inactive, self.inactive_probability = torch.arange(0), 1.0
+        self.inactive = torch.arange(0)
+        self.inactive_probability = 1.0
         written = values.written[0][update.rows.cpu()]
         if not sampled or share < 1 or not bool(written.all()):
             group = group.cpu()
@@ -174,7 +182,8 @@ class MeasuredUpdate:
         self, probe: Callable[..., Tensor], mask: Tensor, rows: Tensor, *, together: bool = False
     ) -> Tensor:
         """Values (m, P+T) of `rows` (m,), a part by each process; `together`: also a process without rows calls the probe."""
-        part, temperature = self.part, self.config.rollout.temperature
+        part = self.part
+        temperature = self.config.rollout.temperature
 
         def of_rows(some: Tensor) -> Tensor:
             """The probe's values of some rows."""
@@ -294,7 +303,8 @@ class ScoreNorms(Measurement):
 
     def _exact(self, update: MeasuredUpdate, local: Tensor | None, check: Check) -> None:
         """The exact norm of the largest tokens by local norm and of random others, with the probability of being drawn."""
-        part, count = update.part, update.config.recording.exact_tokens
+        part = update.part
+        count = update.config.recording.exact_tokens
         first = update.update.first_use[update.rows].to(part.input_ids.device)
         places = first.nonzero()  # (M, 2)
         if local is None:
@@ -374,7 +384,9 @@ class HeldoutInfluence(Measurement):
 
     def _heldout_gradient(self, update: MeasuredUpdate) -> list[Tensor]:
         """∇L of the expected failure on rollouts of held-out prompts that the present policy draws."""
-        config, run, model = update.config, update.run, update.view.model
+        config = update.config
+        run = update.run
+        model = update.view.model
         assert run.probe_set is not None and run.drawer is not None
         seed = derive(config.seed, "heldout", update.values.step) % 2**31
         drawn = run.probe_set.draw("heldout", HELDOUT_SAMPLES, run.drawer, seed)
@@ -425,7 +437,9 @@ class CriticalSharpness:
         values.fill(self.column, lambda _: self._measure(values, update))
 
     def _measure(self, values: StepValues, update: ClippedUpdate) -> None:
-        run, optimizer, model = values.run, update.optimizer, update.model
+        run = values.run
+        optimizer = update.optimizer
+        model = update.model
         config = run.config
         clip = getattr(config.method.clip, "kind", None)
         if clip in HELD_CONSTANT:

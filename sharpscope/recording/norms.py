@@ -48,7 +48,8 @@ def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, st
                 owners.append(id(parameter))
                 yield part
 
-    found, layers = squares(each()), dict.fromkeys(groups.values(), 0.0)
+    found = squares(each())
+    layers = dict.fromkeys(groups.values(), 0.0)
     for owner, square in zip(owners, found, strict=True):
         if groups:
             layers[groups[owner]] += square
@@ -59,7 +60,8 @@ def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, st
 
 def squares(parts: Iterable[Tensor | None]) -> list[float]:
     """Squared L2 norm of each part, in float64; None counts 0, of a sharded tensor each process contributes its part."""
-    found, shards = list[float](), list[int]()
+    found = list[float]()
+    shards = list[int]()
     for number, part in enumerate(parts):
         local: Any = part
         if part is None:
@@ -116,7 +118,9 @@ def update_norms(optimizer: torch.optim.Optimizer, groups: Mapping[int, str]) ->
 def _steps_taken(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
     """(parameter, Δθ) of one parameter after the other."""
     for group in optimizer.param_groups:
-        lr, decay, eps = group["lr"], group["weight_decay"], group["eps"]
+        lr = group["lr"]
+        decay = group["weight_decay"]
+        eps = group["eps"]
         beta1, beta2 = group["betas"]
         for parameter in group["params"]:
             if parameter.grad is None:

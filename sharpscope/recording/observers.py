@@ -81,7 +81,8 @@ class Observers:
 
     def _require_copies(self) -> None:
         """Refuse measurements that need a whole copy of a sharded model where it does not fit."""
-        schedule, policy = self.schedule, self.run.policy
+        schedule = self.schedule
+        policy = self.run.policy
         gathering = {
             "recording.heldout_influence_every=0": schedule.influence.every,
             "probes.preset=off": schedule.surface.every and self.run.config.probes.functionals,

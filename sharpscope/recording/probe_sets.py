@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 ENOUGH = 200
 """Prompts below which a run says that its SAM sharpness is too high; docs/explanations/sharpness.md has the bias."""
-SHARE, FEWEST = 1 / 8, 24
+SHARE = 1 / 8
+FEWEST = 24
 """Largest part of a training's passes that probes at the default places cost, and the fewest prompts that they are given."""
 NLL_PASSES, SAMPLE_PASSES = 15, 9
 """Passes of one text of `nll` at a point: two gradients, SAM and its cross-fit 8, the relative critical sharpness 7; of one completion
@@ -141,7 +142,9 @@ class SurfaceProbes:
         drawer: Drawer | None,
         times: Timetable,
     ) -> None:
-        self.config, self.view, self.drawer = config, view, drawer
+        self.config = config
+        self.view = view
+        self.drawer = drawer
         self.spec = config.probes
         self.times = times  # of the surface
         self.probe_set: ProbeSet | None = None

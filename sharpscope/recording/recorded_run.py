@@ -51,7 +51,9 @@ class RecordedRun:
         self.identity = dict(identity)
         self.tables: TraceWriter | NoWriter = NoWriter()
         self._stack = ExitStack()
-        self._started, self._flushed, self._took = 0.0, -math.inf, 0.0
+        self._started = 0.0
+        self._flushed = -math.inf
+        self._took = 0.0
 
     def open(
         self, info: Mapping[str, object], tokenizer: PreTrainedTokenizerBase, done_updates: int
@@ -61,7 +63,8 @@ class RecordedRun:
         self.folder = opened.folder
         self.tables = trace_writer(self.folder)
         self._stack.enter_context(self.tables)
-        self._started, self._flushed = time.perf_counter(), -math.inf
+        self._started = time.perf_counter()
+        self._flushed = -math.inf
         return opened
 
     def _open(

@@ -114,7 +114,8 @@ def unweighted_gradient(tokens: StepTokens, used: Tensor) -> Tensor:
 
     Where w = 0, |A|·r times the completion's mean of |c|/(w·|A|·r), which is the loss's normalizer; 0 where the ratio is clipped.
     """
-    coef, weight = tokens.loss_coef.double().abs(), tokens.weight.double()
+    coef = tokens.loss_coef.double().abs()
+    weight = tokens.weight.double()
     plain = (tokens.advantage.double() * tokens.ratio.double()).abs()
     known = used & (weight > 0)
     acting = known & (coef > 0) & (plain > 0)
@@ -208,7 +209,8 @@ def head_grad_norm(stats: TokenStats, head: Head | None, temperature: float) -> 
 
 def written_groups(rollouts: Rollouts, limit: int, seed: int, step: int) -> tuple[Tensor, float]:
     """(N,) whether a completion's tokens are written, about `limit` of at least two groups, and the share of groups."""
-    group, tokens = rollouts.group.cpu(), int(rollouts.completion_mask.sum())
+    group = rollouts.group.cpu()
+    tokens = int(rollouts.completion_mask.sum())
     groups = group.unique()
     count = len(groups) if tokens <= limit else max(2, round(len(groups) * limit / tokens))
     if count >= len(groups):
@@ -289,7 +291,8 @@ def evaluation_row(
     truncated: np.ndarray | None = None,
 ) -> Row:
     """A row of the eval table, of booleans (prompts, k): whether a completion is correct, and was `truncated` if that is known."""
-    share, k = correct.mean(axis=1), correct.shape[1]
+    share = correct.mean(axis=1)
+    k = correct.shape[1]
     each = prompt_pass_at_k(correct, k)
     row = {
         "step": step,

@@ -19,20 +19,26 @@ if TYPE_CHECKING:
 
 MOST_SPIKES = 8
 """Steps of a run at which a spike is measured."""
-FEWEST_PLACES, MOST_PLACES, PLANNED_SPIKES = 5, 7, 3
+FEWEST_PLACES = 5
+MOST_PLACES = 7
+PLANNED_SPIKES = 3
 """Steps of a training at which tokens' shares are measured by default: at least, if it has ten or more, and at most; and
 spikes besides."""
 MOST_SHARE = 0.12
 """Largest share of the training's passes that measuring costs by default."""
 TRAINING, GENERATION = 3, 1
-SHARES, NORMS, EXACT = 3, 2.5, 4
+SHARES = 3
+NORMS = 2.5
+EXACT = 4
 """Passes of shares and of local norms over all completions; of the exact norms of one large and one random token, divided by the
 completions of an update."""
 OUTCOMES, EFFECTS = 8.5, 6.5
 """Passes of effects on KL and entropy: of the outcomes' gradients over all completions, and of the effects of all tokens."""
 CRITICAL, ROTATION = 12, 3
 """Passes of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
-OVERHEAD, CHECK, EFFECTS_CHECK = 0.15, 0.8, 8
+OVERHEAD = 0.15
+CHECK = 0.8
+EFFECTS_CHECK = 8
 """Passes that shares cost however few completions are measured; of the first comparison with autograd, and of that of effects."""
 
 
@@ -88,7 +94,8 @@ class MeasurementSchedule:
 
     def __init__(self, config: RunConfig) -> None:
         spec, probes = config.recording, config.probes
-        tokens, surface = spec.token_gradients_every, probes.interval(config.steps)
+        tokens = spec.token_gradients_every
+        surface = probes.interval(config.steps)
         self.norms = _interval("norms", tokens, 1)
         self.shares = _interval("shares", tokens, 1)
         # the first step of AdamW is the gradient's sign, on which single tokens have no effect

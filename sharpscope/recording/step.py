@@ -115,7 +115,8 @@ class UpdateTokens:
         count = int(self.used.sum())
         if count == 0:
             return dict.fromkeys(SUMMARY, math.nan) | {"tokens": 0}
-        ratio, x = self.ratio[self.used], self.log_ratio[self.used]  # (tokens,)
+        ratio = self.ratio[self.used]
+        x = self.log_ratio[self.used]  # (tokens,)
         low, high = (int((sign * self.clipped > 0).sum()) / count for sign in (-1, 1))
         kl = float((torch.expm1(x) - x).mean())
         return dict(
@@ -153,7 +154,8 @@ class StepTokens:
     @classmethod
     def unused(cls, stats: TokenStats) -> StepTokens:
         """Tokens with these statistics (N, T) that no update has used yet."""
-        shape, real = stats.logp.shape, stats.logp.dtype
+        shape = stats.logp.shape
+        real = stats.logp.dtype
         kinds = dict.fromkeys(("weight", "advantage", "loss_coef", "ratio"), real) | {
             "clipped": torch.int8
         }

@@ -56,7 +56,9 @@ class WeightedGradient:
         step: int,
     ) -> Rotation:
         """The rotation of the gradient in `.grad`; `kl` (n, T) is the KL term's part of the update's coefficients."""
-        method, stats, width = self.method, tokens.stats, update.loss_coef.shape[1]
+        method = self.method
+        stats = tokens.stats
+        width = update.loss_coef.shape[1]
         tensors = step_tensors(batch.rollouts, batch.advantage, stats, stats.logp, progress, method)
         if method.weight.needs_gradient and not bool(tensors.mass.any()):
             # they would multiply 0

@@ -86,7 +86,9 @@ class StepWriter:
         *,
         ids: bool = False,
     ) -> None:
-        self.tables, self.spec, self.head = tables, spec, head
+        self.tables = tables
+        self.spec = spec
+        self.head = head
         self.temperature, self.ids = temperature, ids
         self.listeners: list[Callable[[int, Mapping[str, Any]], None]] = []
 

@@ -116,8 +116,10 @@ class Curvature:
     def _eigenvalues(self) -> list[Estimate]:
         names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(self.top) + 1))]
         pairs = list(zip(names, map(float, self.top), map(float, self.residuals), strict=True))
-        pairs += [("smallest", self.smallest, self.smallest_residual)] * math.isfinite(
-            self.smallest
+        pairs += (
+            [("smallest", self.smallest, self.smallest_residual)]
+            if math.isfinite(self.smallest)
+            else []
         )
         common: dict[str, Any] = {"seed": self.seed, "why": self.why}
         rows = []

@@ -79,7 +79,9 @@ def attribute(
         )
     with guarded(model):
         rows = _counting(make_rows(model, input_ids, mask, attention_mask, temperature), coef)
-        structure, kept, squared = structure_of(model), list[list[Tensor]](), 1.0
+        structure = structure_of(model)
+        kept = list[list[Tensor]]()
+        squared = 1.0
         along = (
             _gradient(model, structure, rows, coef, temperature, kept)
             if direction is None
@@ -137,7 +139,8 @@ def _gradient(
 ) -> list[Tensor]:
     """∇ Σ_t c_t log π_t by autograd; `kept` gets the outputs of the linear maps for each chunk of `rows`, while there is room."""
     parameters = list(structure.named.values())
-    total, coef = [torch.zeros_like(p) for p in parameters], coef.to(rows.ids.device)
+    total = [torch.zeros_like(p) for p in parameters]
+    coef = coef.to(rows.ids.device)
     room = 0 if kept is None else KEPT_BYTES.get(rows.ids.device.type, KEPT_BYTES["cuda"])
     for chunk in _counting(rows, coef).chunks(share=structure.shares):
         with torch.enable_grad():

@@ -84,7 +84,8 @@ class Muon(torch.optim.Optimizer):
 
     def moved(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
         """Δ of a parameter by its gradient; the state moves on."""
-        state, h = self.state[parameter], parameter.grad
+        state = self.state[parameter]
+        h = parameter.grad
         assert h is not None
         if group["matrices"]:
             step = matrix_step(group, state, parameter, h)

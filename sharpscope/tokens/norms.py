@@ -117,7 +117,8 @@ def head_chunks(
     size = max(1, budget // (head.weight.shape[0] * max(hidden.element_size(), 4)))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        z, y = head.logits(hidden[rows]), targets[rows, None]  # (C, V), (C, 1)
+        z = head.logits(hidden[rows])
+        y = targets[rows, None]  # (C, V), (C, 1)
         slope = None if head.soft_cap is None else 1 - (z / head.soft_cap).square_()
         p = torch.softmax(z if temperature == 1.0 else z.div_(temperature), 1).scatter_(1, y, 0.0)
         rest = p.sum(1, keepdim=True)  # 1 − p_y with its relative precision when p_y is near 1
@@ -259,12 +260,16 @@ def _batches(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
         lists += [(row, positions[i : i + SLOTS]) for i in range(0, len(positions), SLOTS)]
     lists.sort(key=lambda one: (-one[1][0], -len(one[1])))
     while lists:
-        slots, count, length = len(lists[0][1]), 1, lists[0][1][0] + 1
+        slots = len(lists[0][1])
+        count = 1
+        length = lists[0][1][0] + 1
         while (
             count < len(lists) and max(slots, len(lists[count][1])) * (count + 1) * length <= most
         ):
-            slots, count = max(slots, len(lists[count][1])), count + 1
-        batch, lists = lists[:count], lists[count:]
+            slots = max(slots, len(lists[count][1]))
+            count = count + 1
+        batch = lists[:count]
+        lists = lists[count:]
         positions = [[one[i] if i < len(one) else -1 for _, one in batch] for i in range(slots)]
         yield (
             torch.tensor([row for row, _ in batch]).to(rows.ids.device),
@@ -283,7 +288,8 @@ def _add_exact(
 ) -> None:
     """Add the squared norms of the m tokens of a batch."""
     slot, b = (positions >= 0).nonzero(as_tuple=True)  # (m,)
-    j, row = positions[slot, b], index[b]
+    j = positions[slot, b]
+    row = index[b]
     place = rows.source[row], rows.columns[row, j + 1]
     length = safe_width(model, int(positions.max()) + 1)
     ids = widen(rows.ids[index, :length], length)  # (B, L)

@@ -80,13 +80,16 @@ class ComingStep:
         gradients: Sequence[Part],
         clips: Sequence[Clip] = (),
     ) -> None:
-        self.optimizer, self.parameters, self.clips = unwrapped(optimizer), parameters, clips
+        self.optimizer = unwrapped(optimizer)
+        self.parameters = parameters
+        self.clips = clips
         self.stages: list[list[Part]] = [
             list(gradients)
         ]  # the gradient before each clip and after the last
         for clip in clips:
             before = self.stages[-1]
-            factor, chosen = self._factor(clip, before), clip.chosen(before)
+            factor = self._factor(clip, before)
+            chosen = clip.chosen(before)
             self.stages.append(
                 [p if c is None else c * factor for p, c in zip(before, chosen, strict=True)]
             )
@@ -183,14 +186,16 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 def adam(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: bool) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of AdamW or Adam (whose weight decay is added to the gradient), also with amsgrad and maximize."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    lr, decay = float(group["lr"]), float(group["weight_decay"])
+    lr = float(group["lr"])
+    decay = float(group["weight_decay"])
     decoupled = bool(group.get("decoupled_weight_decay", False))
     sign = -1.0 if group.get("maximize") else 1.0
     g = h * sign
     if decay and not decoupled:
         g = g + decay * theta
     number = float(state.get("step", 0)) + 1
-    first, second = 1 - beta1**number, 1 - beta2**number
+    first = 1 - beta1**number
+    second = 1 - beta2**number
     m = g * (1 - beta1)
     if "exp_avg" in state:
         m += state["exp_avg"] * beta1
@@ -220,7 +225,8 @@ def adam(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: 
 
 def sgd(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: bool) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of SGD, with momentum, dampening and Nesterov's rule."""
-    lr, momentum = float(group["lr"]), float(group["momentum"])
+    lr = float(group["lr"])
+    momentum = float(group["momentum"])
     sign = -1.0 if group.get("maximize") else 1.0
     g = h * sign
     if group["weight_decay"]:
@@ -363,10 +369,13 @@ def batch_share(optimizer: torch.optim.Optimizer) -> float:
     decay and the present gradient's term Δ_own. Parts of sharded tensors are summed over the processes. NaN for another optimizer.
     """
     optimizer = unwrapped(optimizer)
-    own, total, scaled = list[Part](), list[Part](), list[Part]()
+    own = list[Part]()
+    total = list[Part]()
+    scaled = list[Part]()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state, g = optimizer.state.get(parameter, {}), parameter.grad
+            state = optimizer.state.get(parameter, {})
+            g = parameter.grad
             if g is None:
                 continue
             rate = float(group["lr"])
@@ -375,9 +384,11 @@ def batch_share(optimizer: torch.optim.Optimizer) -> float:
                 correction = math.sqrt(1 - beta2 ** float(state["step"]))
                 root = state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
                 rate /= 1 - beta1 ** float(state["step"])
-                average, weight = state["exp_avg"], 1 - beta1
+                average = state["exp_avg"]
+                weight = 1 - beta1
             elif isinstance(optimizer, torch.optim.SGD) and "momentum_buffer" in state:
-                average, weight = state["momentum_buffer"], 1 - float(group["dampening"])
+                average = state["momentum_buffer"]
+                weight = 1 - float(group["dampening"])
                 root = torch.ones_like(average)
             else:
                 return math.nan

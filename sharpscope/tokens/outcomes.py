@@ -208,7 +208,9 @@ class Prepared:
         rows: Rows,
         temperature: float,
     ) -> None:
-        self.name, self.outcome, self.model = name, outcome, model
+        self.name = name
+        self.outcome = outcome
+        self.model = model
         self.parameters = list(structure.named.values())
         self.mean: TokenMean | None = None
         if isinstance(outcome, Outcome):

@@ -52,7 +52,8 @@ class Rows:
     def take(self, index: Tensor, first: int = 0) -> Rows:
         """The rows `index` from column `first` on, truncated to the longest of them."""
         at = index, slice(first, int(self.lengths[index].max()))
-        lengths, source = self.lengths[index] - first, self.source[index]
+        lengths = self.lengths[index] - first
+        source = self.source[index]
         return Rows(self.ids[at], lengths, self.chosen[at], self.columns[at], source, self.shape)
 
     def segment(self, start: int, stop: int) -> Rows:
@@ -80,7 +81,8 @@ class Rows:
         some = self.chosen.any(1)
         if share:
             groups: dict[tuple[int, ...], list[int]] = {}
-            first, ids = self.predicts.int().argmax(1).tolist(), self.ids.tolist()
+            first = self.predicts.int().argmax(1).tolist()
+            ids = self.ids.tolist()
             for row in some.nonzero()[:, 0].tolist():
                 groups.setdefault(tuple(ids[row][: first[row]]), []).append(row)
             for prefix, group in groups.items():
@@ -136,7 +138,8 @@ def make_rows(
         raise UserError(
             f"attention_mask, shape {tuple(present.shape)}: must be that of input_ids, {tuple(input_ids.shape)}"
         )
-    meant, present = mask.to(device), present.bool()
+    meant = mask.to(device)
+    present = present.bool()
     if not bool(((meant == 0) | (meant == 1)).all()):
         raise UserError("mask: must be 0 or 1 everywhere; give weights as `coef`")
     meant = meant.bool()

@@ -70,10 +70,8 @@ def check_derivative(
 
 def check_shares(model: nn.Module, shares: Tensor, check: Check) -> None:
     """Raise if shares of ‖∇L‖² do not sum to 1, because the gradient or the derivatives are wrong."""
-    total, size = (
-        float(shares.sum(dtype=torch.float64)),
-        float(shares.abs().sum(dtype=torch.float64)),
-    )
+    total = float(shares.sum(dtype=torch.float64))
+    size = float(shares.abs().sum(dtype=torch.float64))
     if check != "off" and math.isfinite(total):
         # Shares of both signs may be far larger than their sum, and so is its rounding.
         error = abs(total - 1) / max(1.0, size)
@@ -143,7 +141,8 @@ class _Sample:
 
     def gradient(self, i: int, *, local: bool = False) -> list[Tensor]:
         """∇ log π of the compared word i by autograd; local: with other positions' keys and values constant, from the key-value cache."""
-        read, word = self.ids[:, : i - 2], self.ids[0, i - 2]  # before the word, and the word
+        read = self.ids[:, : i - 2]
+        word = self.ids[0, i - 2]  # before the word, and the word
         ones = torch.ones_like(read)
         if not local:
             with torch.enable_grad():
@@ -151,7 +150,8 @@ class _Sample:
                     self.model(input_ids=read, attention_mask=ones, use_cache=False).logits, word
                 )
         try:
-            cache, keyword = None, cache_keyword(self.model)
+            cache = None
+            keyword = cache_keyword(self.model)
             if read.shape[1] > 1:
                 with torch.no_grad():
                     given = {

@@ -169,7 +169,8 @@ class ShardedProbes:
             wide = torch.promote_types(logits.dtype, torch.float32)
             self._dtype = logits.dtype
             (logits[0, -2].to(wide) / temperature).log_softmax(-1)[ids[0, -1]].backward()
-        factor, found = summation_factor(self.model), list[Tensor | None]()
+        factor = summation_factor(self.model)
+        found = list[Tensor | None]()
         for parameter in self.model.parameters():
             gradient, parameter.grad = parameter.grad, None
             if parameter.requires_grad:
@@ -180,10 +181,8 @@ class ShardedProbes:
 
     def _check(self, name: str, found: float, expected: float, scale: float) -> None:
         """Compare a value with that by the model's own gradient, relative to `scale`, in every process."""
-        error, limit = (
-            abs(found - expected) / scale if scale else 0.0,
-            TOLERANCE.get(self._dtype, 5e-2),
-        )
+        error = abs(found - expected) / scale if scale else 0.0
+        limit = TOLERANCE.get(self._dtype, 5e-2)
         errors = distributed.gather(error)
         # `max` would lose a NaN that is not the first
         worst = math.nan if any(map(math.isnan, errors)) else max(errors)

@@ -94,14 +94,16 @@ def examine(model: nn.Module) -> Structure:
         raise UserError(
             "model: prompt-learning adapters add positions of their own; merge or remove the adapter"
         )
-    head, causal = output_head(model), bare(model)
+    head = output_head(model)
+    causal = bare(model)
     check_head(model, head)
     embedding: Any = causal.get_input_embeddings()
     named = {
         name: parameter for name, parameter in causal.named_parameters() if parameter.requires_grad
     }
     names = {id(parameter): name for name, parameter in named.items()}
-    tied, head_name = head.weight is embedding.weight, names.get(id(head.weight))
+    tied = head.weight is embedding.weight
+    head_name = names.get(id(head.weight))
     structure = Structure(
         named,
         head,
@@ -142,10 +144,8 @@ def examine(model: nn.Module) -> Structure:
 
 def _holders(causal: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Module, dict[str, str]]:
     """Module -> attribute -> name of its parameters, without the output layer, whose part is known in closed form."""
-    names, layer = (
-        {id(parameter): name for name, parameter in named.items()},
-        causal.get_output_embeddings(),
-    )
+    names = {id(parameter): name for name, parameter in named.items()}
+    layer = causal.get_output_embeddings()
     found = {
         module: {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
         for module in causal.modules()
@@ -203,7 +203,8 @@ def read_before(model: nn.Module, before: Tensor | None, rows: int) -> DynamicCa
     """Keys and values of a common prefix (P,) of this number of rows."""
     if before is None:
         return None
-    cache, body = DynamicCache(), backbone(model)
+    cache = DynamicCache()
+    body = backbone(model)
     body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
     layers: Any = cache.layers
     for layer in layers:
@@ -270,7 +271,8 @@ def local_squares(use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
     """(name, squared norms (B, L)) from the output's cotangent `g`, where that at position t is of the token that t predicts."""
     g = use.by_position(g)
     if use.kind == "gain":
-        weight, bias = _squares((g * use.x).sum(-2)), _squares(g.sum(-2))
+        weight = _squares((g * use.x).sum(-2))
+        bias = _squares(g.sum(-2))
     else:
         bias = _squares(g[..., 0, :])
         weight = bias * _squares(wide(use.x)) if use.kind == "linear" else bias
@@ -444,26 +446,25 @@ def attend(
     positions; mask (B or 1, H or 1, L, keys), None for a causal one. Probabilities are made in blocks of query rows, so that masked
     parts are not computed. PyTorch has no attention with this cut, and its fused kernels have no forward-mode derivative.
     """
-    (B, H, L, _), (kv, keys) = q.shape, k.shape[1:3]
-    before, groups = keys - L, H // kv
-    q, k, v = (
-        q.reshape(B * kv, groups, L, -1) * scale,
-        k.reshape(B * kv, keys, -1),
-        v.reshape(B * kv, keys, -1),
-    )
+    (B, H, L, _) = q.shape
+    (kv, keys) = k.shape[1:3]
+    before = keys - L
+    groups = H // kv
+    q = q.reshape(B * kv, groups, L, -1) * scale
+    k = k.reshape(B * kv, keys, -1)
+    v = v.reshape(B * kv, keys, -1)
     # 0, with the own gradient
     own_k, own_v = (x[:, None, before:] - x[:, None, before:].detach() for x in (k, v))
     if cut:
-        k, v = k.detach(), v.detach()
+        k = k.detach()
+        v = v.detach()
     parts = []
     for start in range(0, L, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, L)
         # `end`: of the keys that the block sees
-        rows, end, at = (
-            q[:, :, start:stop],
-            before + stop,
-            before + start,
-        )
+        rows = q[:, :, start:stop]
+        end = before + stop
+        at = before + start
         # (B·kv, groups, b, end)
         S = torch.bmm(rows.flatten(1, 2), k[:, :end].mT).unflatten(1, (groups, -1))
         if cut:

@@ -196,7 +196,9 @@ class UpdateEffects:
         *,
         gradient: Sequence[Tensor | None] | None = None,
     ) -> None:
-        self.model, self.rows, self.temperature = model, rows, temperature
+        self.model = model
+        self.rows = rows
+        self.temperature = temperature
         self.structure: Structure = structure_of(model)
         self.parameters = list(self.structure.named.values())
         self.counted, self.coef = _counting(rows, coef), coef.to(rows.ids.device)
@@ -258,7 +260,8 @@ class UpdateEffects:
 
     def judge(self, outcome: Prepared, values: Tensor, check: Check, found: Effects) -> None:
         """Keep an outcome's effects, unless they do not predict what leaving out two tokens does."""
-        name, key = outcome.name, f"effect on {outcome.name}"
+        name = outcome.name
+        key = f"effect on {outcome.name}"
         if check == "off" or self.step.is_first:
             found.values[name] = values
             return

@@ -245,5 +245,6 @@ def _checksum(path: Path, folder: Path) -> list[int]:
     total = crc = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            total, crc = total + len(block), zlib.crc32(block, crc)
+            total = total + len(block)
+            crc = zlib.crc32(block, crc)
     return [total, crc]

@@ -45,7 +45,8 @@ def evaluate(
     rows = []
     for split, level, of_level in _levels(task, asked.splits):
         for temperature in map(float, asked.temperatures):
-            examples, k = of_level[: asked.prompts], 1 if temperature == 0 else asked.samples
+            examples = of_level[: asked.prompts]
+            k = 1 if temperature == 0 else asked.samples
             number = len(examples)
             on_progress(f"{split}, level {level}, temperature {temperature:g}: {number} prompts")
             limits = {"top_p": 1.0} if temperature == 0 else {}
@@ -61,10 +62,8 @@ def evaluate(
                 rewards += scored
                 cut += drawn.truncated.tolist()
             correct = np.array([one.correct for one in rewards], dtype=bool).reshape(number, k)
-            totals, truncated = (
-                [one.total for one in rewards],
-                np.array(cut, dtype=bool).reshape(number, k),
-            )
+            totals = [one.total for one in rewards]
+            truncated = np.array(cut, dtype=bool).reshape(number, k)
             row = evaluation_row(
                 step, task.name, split, level, correct, totals, temperature, truncated
             )
@@ -125,14 +124,18 @@ def evaluate_model(
         raise UserError(
             f"-k {max(pass_at)}: pass@k needs --samples of at least k, it is {samples}; raise --samples"
         )
-    folder, recorded, step = Path(model), False, 0
+    folder = Path(model)
+    recorded = False
+    step = 0
     if (folder / "run.json").exists():
         saved = checkpoints(folder)
         if not saved:
             raise UserError(
                 f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on"
             )
-        recorded, model, step = True, str(saved[-1]), step_of(saved[-1])
+        recorded = True
+        model = str(saved[-1])
+        step = step_of(saved[-1])
     given = {"prompts": prompts, "samples": samples, "temperatures": list(temperatures)}
     values: dict[str, Any] = {"policy.model": model, "evaluation": given}
     if task is not None:

@@ -105,11 +105,13 @@ class Learner:
 
         The history of norms stays as it is. Of a sharded model every process calls this.
         """
-        limit, averages = self.max_grad_norm, self.state.norms
+        limit = self.max_grad_norm
+        averages = self.state.norms
         if method.module_clip is None or not (norm > 0 and math.isfinite(norm)):
             factor = clip_factor(norm, limit)
             return Clipping([factor] * len(self.parameters), factor, dict(averages))
-        high, types = number(method.at(progress).module_clip), self._module_types
+        high = number(method.at(progress).module_clip)
+        types = self._module_types
         found = norms(zip(self.parameters, gradients, strict=True), types).layers
         by_type = {
             kind: clipped_norm(high, size, averages.get(kind)) for kind, size in found.items()

@@ -208,7 +208,10 @@ class _Run:
         display: Display,
         launch: Launch,
     ) -> None:
-        self.config, self.policy, self.task, self.display = config, policy, task, display
+        self.config = config
+        self.policy = policy
+        self.task = task
+        self.display = display
         self.method = config.resolved_method
         reference = reference_policy(config, policy) if self.method.needs_reference else None
         self.reference_mark = None if reference is None else fingerprint(reference)
@@ -236,7 +239,9 @@ class _Run:
 
     def run(self, checkpoint: Path | None) -> Outcome:
         """Make all steps after `checkpoint` (None: all)."""
-        config, run_dir, mark = self.config, self.config.run_dir, self.reference_mark
+        config = self.config
+        run_dir = self.config.run_dir
+        mark = self.reference_mark
         if mark is not None:
             distributed.rank_zero_call(lambda: run_folder.check_reference(run_dir, mark))
         done = restored = 0 if checkpoint is None else self._restore(checkpoint)
@@ -284,12 +289,11 @@ class _Run:
             if done > restored and not destroyed:
                 self._save(done)
         except KeyboardInterrupt:
-            status, reason = (
-                "interrupted",
-                "stopped at once by the user; the step in progress is lost",
-            )
+            status = "interrupted"
+            reason = "stopped at once by the user; the step in progress is lost"
         except OSError as error:
-            status, reason = "failed", run_folder.refused_write(error, run_dir)
+            status = "failed"
+            reason = run_folder.refused_write(error, run_dir)
             if not reason:
                 reason = run_folder.keep_traceback(run_dir, error)
                 raise
@@ -322,7 +326,8 @@ class _Run:
 
     def _step(self, step: int) -> None:
         """Make one step."""
-        config, schedule = self.config, self.observers.schedule
+        config = self.config
+        schedule = self.observers.schedule
         progress = (step - 1) / max(config.steps - 1, 1)
         lr = learning_rate(config.optimizer, step, config.steps)
         set_learning_rate(self.optimizer, lr)
@@ -438,7 +443,8 @@ class _Run:
     def _after(self, step: int) -> None:
         """Evaluate, probe and save a checkpoint where these are due after a step."""
         config = self.config
-        evaluated, saved = config.evaluation.every, config.checkpoint.every
+        evaluated = config.evaluation.every
+        saved = config.checkpoint.every
         if evaluated and (step % evaluated == 0 or step == config.steps):
             self._evaluate(step)
         self._probe(step)

@@ -193,10 +193,12 @@ def _replace_groups(
     groups: int,
 ) -> tuple[Rollouts, list[Reward]]:
     """`old` of `groups` groups with the groups `flat` replaced by those of `new`, in order."""
-    size, source = len(old_rewards) // groups, list(range(groups))
+    size = len(old_rewards) // groups
+    source = list(range(groups))
     for position, group in enumerate(flat):
         source[group] = groups + position
     rows = torch.tensor([group * size + member for group in source for member in range(size)])
-    picked, rewards = join_rollouts(old, new).rows(rows), old_rewards + new_rewards
+    picked = join_rollouts(old, new).rows(rows)
+    rewards = old_rewards + new_rewards
     labels = torch.arange(groups, device=picked.group.device).repeat_interleave(size)
     return replace(picked, group=labels), [rewards[row] for row in rows.tolist()]

@@ -150,7 +150,9 @@ class Updates:
 
     def reshape(self, gradient: _Gradient) -> Norms:
         """Let the method's `Sharpness` replace the gradient in `.grad`; returns its norms."""
-        spec, norm, parameters = self.method.sharpness, gradient.norm, self.learner.parameters
+        spec = self.method.sharpness
+        norm = gradient.norm
+        parameters = self.learner.parameters
         if spec is None or not (math.isfinite(norm) and norm > 0):
             return gradient.norms
         first = [None if p.grad is None else p.grad.clone() for p in parameters]
@@ -164,7 +166,8 @@ class Updates:
 
     def apply(self, gradient: _Gradient) -> UpdateResult:
         """Let the method reshape the gradient, clip it, and make the optimizer's step."""
-        learner, norms = self.learner, self.reshape(gradient)
+        learner = self.learner
+        norms = self.reshape(gradient)
         norm = norms.total
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
@@ -217,11 +220,9 @@ class Updates:
 
     def _normalizer(self, rows: Tensor) -> tuple[Tensor, int]:
         """(n, T) factors of the terms of an update's loss, and the number of its tokens."""
-        method, group, mask = (
-            self.method,
-            self.rollouts.group[rows],
-            self.rollouts.completion_mask[rows],
-        )
+        method = self.method
+        group = self.rollouts.group[rows]
+        mask = self.rollouts.completion_mask[rows]
         options: dict[str, Any] = {
             "keep": self.plan.keep[rows],
             "group": group,
@@ -233,7 +234,9 @@ class Updates:
 
     def _scored(self, micro: Tensor, with_grad: bool = False) -> tuple[Scored, Tensor | None]:
         """A microbatch, with entropies where the loss has a bonus, and its (n, T) log-probabilities under the reference."""
-        rows, scorer, model = self.rollouts.rows(micro), self.learner.scorer, self.learner.reference
+        rows = self.rollouts.rows(micro)
+        scorer = self.learner.scorer
+        model = self.learner.reference
         entropies = None if self.method.entropy is None else flat_entropy
         scored = scorer.score(rows, with_grad=with_grad, function=entropies)
         return scored, None if model is None else scorer.score(rows, model=model).logp
@@ -244,9 +247,11 @@ class Updates:
 
         Rows without advantage and penalty, whose part is 0 at all weights unless the loss has further terms, are not run.
         """
-        rollouts, scorer = self.rollouts, self.learner.scorer
+        rollouts = self.rollouts
+        scorer = self.learner.scorer
         normalizer, tokens = self._normalizer(rows)
-        prompts, moving = rollouts.group[rows].unique().cpu(), rows[self._moving(rows)]
+        prompts = rollouts.group[rows].unique().cpu()
+        moving = rows[self._moving(rows)]
         total = torch.zeros(len(prompts), dtype=torch.float64)
         if not len(moving):
             return total
@@ -258,10 +263,8 @@ class Updates:
                 of = (rollouts.group.cpu()[micro] == prompt).nonzero()[:, 0]
                 if not len(of):
                     continue
-                plan, theirs = (
-                    self.plan.rows(micro[of]),
-                    None if reference is None else reference[of],
-                )
+                plan = self.plan.rows(micro[of])
+                theirs = None if reference is None else reference[of]
                 scale = normalizer[torch.searchsorted(rows, micro[of])]
                 options: dict[str, Any] = {"reference_logp": theirs, "pass_index": pass_index}
                 loss = policy_loss(self.method, plan, scored.logp[of], scale, **options).loss
@@ -285,7 +288,9 @@ class Updates:
         `part`, some of the rows, only their terms of L are computed. Groups without an advantage, whose terms are 0, have no
         backward pass.
         """
-        learner, rollouts, scorer = self.learner, self.rollouts, self.learner.scorer
+        learner = self.learner
+        rollouts = self.rollouts
+        scorer = self.learner.scorer
         learner.optimizer.zero_grad(set_to_none=True)
         normalizer, loss_tokens = self._normalizer(rows)
         total, entropy = 0.0, 0.0
@@ -303,7 +308,8 @@ class Updates:
             loss, bonus = self._microbatch(
                 micro, scale, pass_index, loss_tokens, moves=number < len(batches), record=record
             )
-            total, entropy = total + loss, entropy + bonus
+            total = total + loss
+            entropy = entropy + bonus
         for _ in range(idle):
             (self._scored(shortest(rollouts), True)[0].logp.sum() * 0.0).backward()
         distributed.sum_gradients(learner.parameters)
@@ -345,10 +351,8 @@ class Updates:
                     coef, plan, scored.values, loss_tokens, pass_index=pass_index
                 )
                 inside = torch.where(mask, scored.values.detach(), 0.0)
-                entropy, by_entropy = (
-                    float(inside.sum(dtype=torch.float64)),
-                    -coef / max(loss_tokens, 1),
-                )
+                entropy = float(inside.sum(dtype=torch.float64))
+                by_entropy = -coef / max(loss_tokens, 1)
         kl_coef = torch.zeros_like(logp)
         if moves and out.divergence is not None:
             (kl_coef,) = torch.autograd.grad(out.divergence, logp, retain_graph=True)
@@ -415,7 +419,8 @@ class Updates:
     def rotation(self, rows: Tensor, norm: float) -> UpdateRotation:
         """Compare the unclipped gradient in `.grad`, of length `norm`, and the step that it makes with the reference's."""
         started = time.perf_counter()
-        learner, parameters = self.learner, self.learner.parameters
+        learner = self.learner
+        parameters = self.learner.parameters
         halves = self._reference_halves(rows)
         groups = self.rollouts.group.cpu()[rows].unique()
         noise = (
@@ -423,7 +428,8 @@ class Updates:
             if len(halves) == 2
             else math.nan
         )
-        gradients, reference = [p.grad for p in parameters], _added(halves)
+        gradients = [p.grad for p in parameters]
+        reference = _added(halves)
         steps = [
             coming_step(
                 learner.optimizer,
@@ -454,7 +460,8 @@ class Updates:
     @torch.no_grad()
     def visit(self, norm: float, call: Callable[[], None]) -> None:
         """Call with the weights moved by the step of the gradient in `.grad`, of length `norm`, and put them back."""
-        learner, parameters = self.learner, self.learner.parameters
+        learner = self.learner
+        parameters = self.learner.parameters
         gradients = [p.grad for p in parameters]
         factors = learner.clipping(self.method, gradients, norm, self.progress).factors
         with moved_by(parameters, coming_step(learner.optimizer, parameters, gradients, factors)):

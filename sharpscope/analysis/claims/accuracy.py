@@ -77,7 +77,7 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing]) -> ClaimData
     }
     greedy, sampled, _ = found.values()
     others = tuple(
-        _points(f"held-out {what}{f' against {name}' * bool(name)}", each[name])
+        _points(f"held-out {what}{f' against {name}' if name else ''}", each[name])
         for name in pairings
         for what, each in found.items()
         if each is not greedy
@@ -103,7 +103,9 @@ def greedy_finding(
     greedy: Mapping[str, pd.DataFrame], sampled: Mapping[str, pd.DataFrame], level: float
 ) -> ClaimData:
     """Differences of greedy accuracy as parts; undecided where an effect is shown at temperature 1 alone."""
-    undecided, notes, text = list[str](), list[str](), "the effect depends on the temperature"
+    undecided = list[str]()
+    notes = list[str]()
+    text = "the effect depends on the temperature"
     for name, frame in greedy.items():
         both = frame.merge(sampled[name], on="seed", suffixes=("", "_sampled"))
         if not len(both):
@@ -114,7 +116,7 @@ def greedy_finding(
         same_sign = a.mean() * b.mean() >= 0
         cold, hot = (sign_flip_p(values) <= level for values in (a, b))
         numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points"
-        numbers += f" against {name}" * bool(name)
+        numbers += f" against {name}" if name else ""
         if hot and not (cold and same_sign):
             undecided.append(f"{text}: {numbers}, shown at T = 1 only")
         elif not same_sign:
@@ -124,10 +126,8 @@ def greedy_finding(
 
 def repeats(run: Run) -> float | None:
     """Number of passes through the finite training set; None if the configuration does not tell."""
-    task, per_step = (
-        run.config.get("task") or {},
-        (run.config.get("rollout") or {}).get("prompts_per_step"),
-    )
+    task = run.config.get("task") or {}
+    per_step = (run.config.get("rollout") or {}).get("prompts_per_step")
     size = task.get("train_size")
     if not per_step or not size or not len(run.steps):
         return None
@@ -207,7 +207,8 @@ def rates(study: Study) -> ClaimData:
         run.seed: (name, run) for name, run in reversed(treated) if study.setting_key(run) == main
     }
     _, example = next(iter(ours.values()))
-    own, ground = grid_settings(example).get(axis), study.setting_key(example, [GRID[axis]])
+    own = grid_settings(example).get(axis)
+    ground = study.setting_key(example, [GRID[axis]])
     pairs: dict[float, dict[int, Pair]] = defaultdict(dict)
     for name, run in sorted(study.of(study.baseline).items()):
         rate = grid_settings(run).get(axis)

@@ -100,8 +100,8 @@ class Statistic:
     def line(self) -> str:
         """Value, interval, p and n on one line."""
         few = "" if (self.n or 0) >= FEWEST else f", {NO_COLLAPSE}"
-        interval = self.ends(self.interval) or f"{self.ends(self.t)} (t{few})" * (
-            self.t is not None
+        interval = self.ends(self.interval) or (
+            f"{self.ends(self.t)} (t{few})" if self.t is not None else ""
         )
         parts = [f"{self.text} {interval}".rstrip()]
         parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
@@ -128,7 +128,8 @@ def mean_estimate(name: str, values: Values, unit: str, scale: Scale = "plain") 
     data = _numbers(values)
     if not len(data):
         return None
-    interval, t = contrast_interval(data), mean_interval(data)
+    interval = contrast_interval(data)
+    t = mean_interval(data)
     found = Statistic(
         name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), "", scale, t
     )
@@ -289,7 +290,8 @@ class Claim:
             return finding.effect, every(finding.evidence), finding.n
         if not finding.parts or not all(map(len, finding.parts.values())):
             return None, Evidence(), 0
-        margin, sign = self.margin_of_parts(terms), 1 if self.direction == "higher" else -1
+        margin = self.margin_of_parts(terms)
+        sign = 1 if self.direction == "higher" else -1
         values = {name: _numbers(frame) for name, frame in finding.parts.items()}
         tests = {name: directional(data, self.direction, margin) for name, data in values.items()}
 
@@ -299,7 +301,8 @@ class Claim:
             return p if tests[name].as_claimed else 2 - p, -sign * float(values[name].mean())
 
         weakest = max(tests, key=rank)
-        data, frame = values[weakest], finding.parts[weakest]
+        data = values[weakest]
+        frame = finding.parts[weakest]
         worst = int(np.argmin(sign * data))
         cluster = ", ".join(
             f"{key} {frame[key].iloc[worst]}" for key in ("seed", "step", "batch") if key in frame
@@ -308,7 +311,10 @@ class Claim:
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)
         effect = mean_estimate(
-            self.effect + f" against {weakest}" * bool(weakest), data, self.effect_unit, self.scale
+            self.effect + (f" against {weakest}" if weakest else ""),
+            data,
+            self.effect_unit,
+            self.scale,
         )
         assert effect is not None
         effect = replace(effect, median=float(np.median(data)), worst=(float(data[worst]), cluster))
@@ -402,7 +408,9 @@ class Verdict:
 
     def details(self) -> list[str]:
         """Rule, numbers and remarks, one a line."""
-        claim, effect, finding = self.claim, self.effect, self.finding
+        claim = self.claim
+        effect = self.effect
+        finding = self.finding
         lines = [
             f"reason: {self.reason}",
             f"source: {claim.source}",
@@ -423,7 +431,7 @@ class Verdict:
             f"condition: {text}: {'met' if met else 'not met'}" for text, met in finding.conditions
         ]
         lines += [
-            f"also: {one.name}: {one.line}{f' ({one.note})' * bool(one.note)}"
+            f"also: {one.name}: {one.line}{f' ({one.note})' if one.note else ''}"
             for one in self.others
         ]
         notes = [*finding.notes, *([] if finding.dose is None else [finding.dose.text])]
@@ -472,7 +480,8 @@ def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
     effect that exists but is smaller than the margin is not the one claimed.
     """
     effect, evidence, n = claim.test(finding, terms)
-    dose, unmet = finding.dose, [text for text, met in finding.conditions if not met]
+    dose = finding.dose
+    unmet = [text for text, met in finding.conditions if not met]
     supports = (
         evidence.p_supported is not None
         and evidence.p_supported <= terms.level
@@ -495,10 +504,8 @@ def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
     elif finding.undecided:
         verdict, reason = "inconclusive", finding.undecided
     elif evidence.p_refuted is not None and evidence.p_refuted <= terms.level:
-        verdict, reason = (
-            "refuted",
-            "the claimed effect is excluded at the margin stated beforehand",
-        )
+        verdict = "refuted"
+        reason = "the claimed effect is excluded at the margin stated beforehand"
         if supports:
             reason = (
                 "the effect exists, but is shown to be smaller than the margin stated beforehand"
@@ -512,10 +519,8 @@ def decide(claim: Claim, finding: ClaimData, terms: ClaimsSpec) -> Verdict:
             f"the test supports the claim, but these conditions are not met: {'; '.join(unmet)}"
         )
     else:
-        verdict, reason = (
-            "supported",
-            "the test rejects that there is no such effect, and every stated condition holds",
-        )
+        verdict = "supported"
+        reason = "the test rejects that there is no such effect, and every stated condition holds"
     return Verdict(
         claim, finding, terms, verdict, reason, effect, evidence, n, p_adjusted=evidence.p_supported
     )
@@ -534,7 +539,8 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
     unit = claim.unit.replace("pairs", "pair", 1) if n == 1 else claim.unit
     if n < FEWEST:
         return f"{n} {unit}; the rule needs {FEWEST}: {FEWEST - n} more"
-    tests, sizes = len(evidence.sizes), evidence.sizes or (n,)
+    tests = len(evidence.sizes)
+    sizes = evidence.sizes or (n,)
     least = {
         "supported": smallest_sign_flip_p(min(sizes)),
         "refuted": tests * smallest_sign_flip_p(max(sizes), "less"),
@@ -556,10 +562,10 @@ def paired(measure: Callable[[Study, Pairing], ClaimData]) -> Callable[[Study], 
             return ClaimData(missing=pairing.missing)
         notes = [
             f"{study.treatment} against {study.baseline}"
-            + f" at {pairing.setting}" * bool(pairing.setting)
+            + (f" at {pairing.setting}" if pairing.setting else "")
         ]
-        notes += [f"{pairing.left_out} pairs of other settings are not used"] * bool(
-            pairing.left_out
+        notes += (
+            [f"{pairing.left_out} pairs of other settings are not used"] if pairing.left_out else []
         )
         found = measure(study, pairing)
         return replace(found, notes=(*found.notes, *notes))

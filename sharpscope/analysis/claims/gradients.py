@@ -120,7 +120,8 @@ def prediction_frame(study: Study) -> pd.DataFrame:
     rows = []
     for name, push in pushes.items():
         run = study.finished[name]
-        measured, steps = fixed_entropy(run), by_step(run)
+        measured = fixed_entropy(run)
+        steps = by_step(run)
         for before, after in itertools.pairwise(measured.index.astype(int)):
             between = range(before + 1, after + 1)
             if all(step in push and step in steps.index for step in between):
@@ -223,7 +224,8 @@ def _shares(tokens: Columns, run: Run) -> dict[str, object] | None:
     good = np.isfinite(pull) & np.isfinite(weight) & (weight > 0) & (pull > 0)
     if not good.any():
         return None
-    pull, logp = pull[good], tokens["logp"][good]
+    pull = pull[good]
+    logp = tokens["logp"][good]
     parts = {
         "lucky": (logp < np.log(LOW)) & (tokens["advantage"][good] > 0),
         "confident": logp > np.log(HIGH),

@@ -29,7 +29,8 @@ def outcomes(study: Study, outcome: str, comparison: str = "kl") -> pd.DataFrame
 
     Of all runs if there is no such setting.
     """
-    columns, parts = [*KEY, "arm", "reference", "value", "start"], []
+    columns = [*KEY, "arm", "reference", "value", "start"]
+    parts = []
     runs = study.alike(*study.methods) if study.reference is not None else study.runs
     for name, run in runs.items():
         if len(rows := run.forks):
@@ -142,14 +143,13 @@ def unlikely(study: Study) -> ClaimData:
     name = f"{study.baseline}+tokens.kind=probability"
     arms = sorted(outcomes(study, "heldout_failure")["arm"].unique())
     chosen = [arm for arm in arms if arm.startswith(name)]
-    lows = [arm for arm in chosen if "side=high" not in arm] + ["low"] * ("low" in arms)
-    highs = [arm for arm in chosen if "side=high" in arm] + ["high"] * ("high" in arms)
-    low, high = [*lows, name][0], [*highs, f"{name}+tokens.side=high"][0]
+    lows = [arm for arm in chosen if "side=high" not in arm] + (["low"] if "low" in arms else [])
+    highs = [arm for arm in chosen if "side=high" in arm] + (["high"] if "high" in arms else [])
+    low = [*lows, name][0]
+    high = [*highs, f"{name}+tokens.side=high"][0]
     frame = paired(study, low, high, "heldout_failure")
-    gained, more = (
-        frame["change"] / frame["gain"],
-        (frame["change"] - frame["rival_change"]) / frame["gain"],
-    )
+    gained = frame["change"] / frame["gain"]
+    more = (frame["change"] - frame["rival_change"]) / frame["gain"]
     parts = {
         n: clusters(frame.assign(share=values), "share")
         for n, values in (("the start", gained), (high, more))

@@ -54,7 +54,8 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     testing in a fixed order and stopping at the first claim that is not rejected keeps the chance of any wrong rejection at the level
     (Maurer, Hothorn and Lehmacher 1995), for `supported` and for `refuted` separately.
     """
-    names, order = claim_names(names), study.terms.order
+    names = claim_names(names)
+    order = study.terms.order
     claims = {
         n: c for n, c in CLAIMS.items() if n in names or (n in order and set(names) & set(order))
     }
@@ -63,8 +64,8 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
         [*checked, *(reducer for claim in claims.values() for reducer in claim.reducers)]
     )
     left = [name for name in study.runs if name not in study.finished]
-    listed = ", ".join(left[:5]) + " …" * (len(left) > 5)
-    unfinished = (f"{len(left)} unfinished runs are left out: {listed}",) * bool(left)
+    listed = ", ".join(left[:5]) + (" …" if len(left) > 5 else "")
+    unfinished = (f"{len(left)} unfinished runs are left out: {listed}",) if left else ()
 
     def verdict(claim: Claim | None) -> Verdict | None:
         """The verdict on one version of a claim."""
@@ -81,16 +82,15 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     result = {
         name: found for name, claim in claims.items() if (found := verdict(claim)) is not None
     }
-    largest, before = 0.0, set[str]()
+    largest = 0.0
+    before = set[str]()
     for name in order:
         if name in result:
             found = result[name]
             before.add(found.verdict)
             largest = max(largest, 1.0 if found.p_value is None else found.p_value)
-            adjusted, alike = (
-                None if found.p_value is None else largest,
-                before in ({"supported"}, {"refuted"}),
-            )
+            adjusted = None if found.p_value is None else largest
+            alike = before in ({"supported"}, {"refuted"})
             result[name] = replace(found, p_adjusted=adjusted, confirmatory=alike)
     return [result[name] for name in names if name in result], [
         logit_bounds(study) for _ in checked
@@ -212,7 +212,8 @@ def declare(study: Path, rules: Mapping[str, object], why: str = "") -> tuple[st
     Raises:
         UserError: the rules changed and no reason was given, or the file's hash does not fit its rules.
     """
-    file, digest = declaration_file(study), rules_hash(rules)
+    file = declaration_file(study)
+    digest = rules_hash(rules)
     states = _states(file) if file.exists() else []
     if states and states[-1]["hash"] == digest:
         return f"unchanged since it was declared; SHA-256 {digest}", []
@@ -258,7 +259,8 @@ def quote(study: Path, rules: Mapping[str, object], runs: Iterable[Run]) -> str:
 
 def differences(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """One line for each field that differs."""
-    old, new = flat(before), flat(after)
+    old = flat(before)
+    new = flat(after)
     fields = [field for field in dict.fromkeys([*old, *new]) if old.get(field) != new.get(field)]
     return [
         f"{field}: {' → '.join(printable(one.get(field, 'absent'), 60) for one in (old, new))}"
@@ -513,10 +515,11 @@ def options_of(verdicts: Iterable[Verdict], study: Study) -> list[dict[str, str]
     """What would help each claim most beside more pairs: its part of a pair's variance, the pairs that then do, and the cost."""
     rows = []
     for verdict in verdicts:
-        claim, parts = verdict.claim.name, verdict.finding.parts
+        claim = verdict.claim.name
+        parts = verdict.finding.parts
         for name, frame in parts.items() if claim in MEASURED else ():
             if len(frame) > 1 and frame["difference"].std() > 0:
-                title = f"{verdict.name}{f' against {name}' * bool(name)}"
+                title = f"{verdict.name}{f' against {name}' if name else ''}"
                 pairs = pairs_of(study, claim, name, frame)
                 rows += [{"claim": title, **row} for row in _option_rows(verdict, pairs)]
     return rows
@@ -540,7 +543,8 @@ def _option_rows(verdict: Verdict, pairs: Pairs) -> Iterator[dict[str, str]]:
     runs = f"{pairs.seconds:.3g} s" if pairs.seconds else "not recorded"
     yield row("pairs (seeds) alone", "–", pairs.deviation(0.0), runs)
     for name, part in pairs.options().items():
-        share, cost = f"at most {part / pairs.variance:.0%}", f"+ {2 * (FACTOR - 1)} × {pairs.cost}"
+        share = f"at most {part / pairs.variance:.0%}"
+        cost = f"+ {2 * (FACTOR - 1)} × {pairs.cost}"
         yield row(name, share, pairs.deviation(part), cost)
     if not math.isnan(pairs.correlation):
         apart = math.sqrt(pairs.values.var(axis=0, ddof=1).sum())

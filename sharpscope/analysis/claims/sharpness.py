@@ -120,12 +120,11 @@ def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
         return ClaimData(
             missing=f"no pair has sam sharpness of {FUNCTIONAL} at one step, radius, probe set and number of prompts"
         )
-    main, unit, rise = (
-        ratios(frame),
-        C4.effect_unit,
-        "SAM sharpness at matched step, the rise itself",
-    )
-    others, conditions = [mean_estimate(rise, ratios(frame, "rise"), unit, "log")], []
+    main = ratios(frame)
+    unit = C4.effect_unit
+    rise = "SAM sharpness at matched step, the rise itself"
+    others = [mean_estimate(rise, ratios(frame, "rise"), unit, "log")]
+    conditions = []
     for measure, matched in (("sam", "reward"), ("asam", "step")):
         values = ratios(compared(study, pairs, measure, matched)[0])
         text = f"{MEASURES[measure]} sharpness at matched {matched}"
@@ -138,8 +137,10 @@ def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     most = (
         f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
     )
-    most += " (ceiling: training accuracy at that step)" * bool(
-        frame.filter(like="estimated").any(axis=None)
+    most += (
+        " (ceiling: training accuracy at that step)"
+        if frame.filter(like="estimated").any(axis=None)
+        else ""
     )
     notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}"]
     for left_out, why in (
@@ -250,7 +251,8 @@ def gap_noise(run: Run, step: int) -> float | None:
 
     Where the split `train` was not evaluated, the training rollouts are taken as independent answers, which gives an upper bound.
     """
-    outside, inside = answer_noise(run, "heldout", step), answer_noise(run, "train", step)
+    outside = answer_noise(run, "heldout", step)
+    inside = answer_noise(run, "train", step)
     if inside is None:
         trained = train_accuracy(run, step)
         inside = None if trained is None else trained[0] * (1 - trained[0]) / trained[1]
@@ -291,7 +293,8 @@ def prediction(study: Study) -> ClaimData:
         why = f"no run has a gap and sam and asam sharpness of {FUNCTIONAL}, at a radius and on a probe set that all share"
         return ClaimData(missing=why)
     varied = [axis for axis in GRID if axis in frame and frame[axis].nunique() > 1]
-    axes, why = [axis for axis in varied if axis != "learning rate"], ""
+    axes = [axis for axis in varied if axis != "learning rate"]
+    why = ""
     runs = [study.finished[name] for name in frame["run"]]
     rates = (
         grid_settings(run).get("weight decay", 0.0) * (run.steps["lr"] * run.steps["updates"]).sum()

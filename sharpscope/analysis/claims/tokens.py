@@ -36,7 +36,9 @@ from sharpscope.traces import Run
 
 LOWEST = 1e-6
 """1 − π below this is float32's rounding [1]."""
-FEWEST_SLOPE, FEWEST_CURVE, FEWEST_INFLUENCE = 8, 50, 100
+FEWEST_SLOPE = 8
+FEWEST_CURVE = 50
+FEWEST_INFLUENCE = 100
 """Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
 
 
@@ -47,17 +49,14 @@ def _full(tokens: Columns, run: Run) -> dict[str, object] | None:
     # where no token was drawn at random, no probability is recorded: all that have a norm count alike
     weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
     rest = complement(tokens["logp"])
-    head, logit = (
-        tokens["head_grad_norm"].astype(np.float64),
-        tokens["logit_grad_norm"].astype(np.float64),
-    )
+    head = tokens["head_grad_norm"].astype(np.float64)
+    logit = tokens["logit_grad_norm"].astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         hidden = np.log(head) - np.log(logit)  # ln(‖h‖/T), since ‖∂ℓ/∂W‖ = ‖∂ℓ/∂z‖·‖h‖/T
-        y, x = np.log(np.where(exact, norm, np.nan)), np.log(rest)
-    position, collision = (
-        tokens["position"].astype(np.float64),
-        tokens["collision"].astype(np.float64),
-    )
+        y = np.log(np.where(exact, norm, np.nan))
+        x = np.log(rest)
+    position = tokens["position"].astype(np.float64)
+    collision = tokens["collision"].astype(np.float64)
     good = (
         (rest > LOWEST)
         & np.isfinite(y)
@@ -100,12 +99,17 @@ def score_norm(study: Study) -> ClaimData:
     results = study.results(FULL.name, study.alike(study.baseline, study.treatment))
     if not results:
         return ClaimData(missing="no token has an exact score_norm")
-    slope, ranks = _clustered(results, "moments"), _clustered(results, "ranks")
-    margin, interval, clusters = C2.margin_in(study.terms), slope.interval(), len(slope.moments)
-    low, high = 1 - margin, 1 + margin
+    slope = _clustered(results, "moments")
+    ranks = _clustered(results, "ranks")
+    margin = C2.margin_in(study.terms)
+    interval = slope.interval()
+    clusters = len(slope.moments)
+    low = 1 - margin
+    high = 1 + margin
     inside = max(slope.p(low, "greater"), slope.p(high, "less"))
     outside = min(slope.p(low, "less"), slope.p(high, "greater"))
-    p, note = ranks.p(0.0), "ranks in place of logarithms; p of slope 0"
+    p = ranks.p(0.0)
+    note = "ranks in place of logarithms; p of slope 0"
     holds = interval is None or interval.low <= 1 <= interval.high
     counts = f"{sum(r.values['tokens'] for r in results)} tokens in {clusters} steps"
     return ClaimData(
@@ -182,7 +186,8 @@ def dominance(study: Study) -> ClaimData:
     means, notes = _seeds_and_steps(study, results, "top_null", "top")
     means = means.rename(columns={"top_null": "baseline", "top": "treatment"})
     means["difference"] = means["treatment"] - means["baseline"]
-    margin, room = C3.margin_in(study.terms), 1 - float(means["baseline"].mean())
+    margin = C3.margin_in(study.terms)
+    room = 1 - float(means["baseline"].mean())
     shares = [
         mean_estimate(name, means[column].to_numpy(), C3.effect_unit, "percent")
         for name, column in (
@@ -218,7 +223,8 @@ def _by_decile(tokens: Columns, run: Run) -> dict[str, object] | None:
     )
     if not scale > 0:
         return None
-    low, values = deciles(tokens["logp"][used]) == 1, influence[used] / scale
+    low = deciles(tokens["logp"][used]) == 1
+    values = influence[used] / scale
     return {
         n: float(np.average(values[at], weights=weight[at]))
         for n, at in (("low", low), ("rest", ~low))

@@ -40,7 +40,8 @@ def rotation(figure: Picture, frame: pd.DataFrame) -> None:
     shown = shown.sort_values(angles[0], ascending=False, na_position="first", kind="stable")
     (axis,) = figure.panels(1, 0.5 + 0.2 * len(shown))
     height = np.arange(len(shown))
-    labels, marks = ("gradient", "optimizer's step"), "os"
+    labels = ("gradient", "optimizer's step")
+    marks = "os"
     for name, text, mark, color in zip(angles, labels, marks, colors()[:2], strict=True):
         axis.plot(shown[name], height, mark, color=color, label=text)
         if f"{name}_low" in shown:  # the range over batches
@@ -105,7 +106,8 @@ def removal(figure: Picture, frame: pd.DataFrame) -> None:
 
 def paired_dots(verdict: Verdict) -> Figure:
     """The numbers that were tested, a dot for each pair and a line for each part, with mean and 95 % interval; dashed: the margin."""
-    claim, parts = verdict.claim, verdict.finding.parts
+    claim = verdict.claim
+    parts = verdict.finding.parts
     margin = claim.margin_of_parts(verdict.terms) * (1 if claim.direction == "higher" else -1)
     unit = {"points": "points", "percent": "%", "log": "%"}.get(claim.scale, claim.effect_unit)
 

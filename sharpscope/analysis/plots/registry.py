@@ -217,7 +217,8 @@ class PlotsOf:
             """The chosen figure of these runs."""
             return chosen(self.data, style=style, width=width, **choices)
 
-        draw.__name__, draw.__doc__ = name, f"{chosen.says}\n\n{Plot.__call__.__doc__}"
+        draw.__name__ = name
+        draw.__doc__ = f"{chosen.says}\n\n{Plot.__call__.__doc__}"
         return draw
 
     def __repr__(self) -> str:

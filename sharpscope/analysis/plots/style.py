@@ -198,7 +198,8 @@ def inches(axis: Axes) -> float:
 
 def titled(axis: Axes, text: object, color: str = "") -> None:
     """A panel's quantity above it, on as many lines as it needs: beside a low panel it would not fit."""
-    grid, size = axis.get_gridspec(), float(mpl.rcParams["font.size"])
+    grid = axis.get_gridspec()
+    size = float(mpl.rcParams["font.size"])
     assert grid is not None
     room = inches(axis) / grid.ncols - 0.4  # [inches], beside the ticks
     letters = int(room / (0.0078 * size))

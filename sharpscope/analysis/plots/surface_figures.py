@@ -32,7 +32,8 @@ def probe_frame(runs: Runs, quantities: str) -> pd.DataFrame:
 
 def spectrum_frame(runs: Runs) -> pd.DataFrame:
     """A spectral density of the Hessian (`probes.preset` full)."""
-    rows, edges = probe_frame(runs, "density"), probe_frame(runs, "largest|smallest")
+    rows = probe_frame(runs, "density")
+    edges = probe_frame(runs, "largest|smallest")
     parts = []
     for step, nodes in rows.groupby("step"):
         values, weights = nodes[["rho", "value"]].to_numpy(float).T
@@ -144,7 +145,9 @@ def plane(figure: Picture, frame: pd.DataFrame) -> None:
     (axis,) = figure.panels(1, 2.8)
     kind = frame["kind"] if "kind" in frame else pd.Series("grid", frame.index)
     table = frame[kind == "grid"].pivot(index="second", columns="first", values="loss")
-    x, y, loss = table.columns.to_numpy(float), table.index.to_numpy(float), table.to_numpy()
+    x = table.columns.to_numpy(float)
+    y = table.index.to_numpy(float)
+    loss = table.to_numpy()
     filled = axis.contourf(x, y, loss, levels=16, cmap="cividis")
     axis.contour(x, y, loss, levels=16, colors="white", linewidths=0.3, alpha=0.6)
     path = frame[kind == "path"]

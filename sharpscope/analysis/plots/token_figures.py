@@ -84,11 +84,13 @@ def norm_frame(runs: Runs) -> pd.DataFrame:
         tokens = sampled(token_columns(runs, ["step", "logp", column], [column]))
         rest = complement(tokens["logp"].to_numpy(float))
         norm = tokens[column].to_numpy(float)
-        low, high = rest, np.sqrt(2) * rest  # exact, for the logits
+        low = rest
+        high = np.sqrt(2) * rest  # exact, for the logits
         if column != "logit_grad_norm" and len(tokens):
             ratios = norm[rest > 1e-4] / rest[rest > 1e-4]
             ends = np.quantile(ratios, [0.05, 0.95]) if len(ratios) else (np.nan, np.nan)
-            low, high = ends[0] * rest, ends[1] * rest
+            low = ends[0] * rest
+            high = ends[1] * rest
         made = {"probability": 1 - rest, "norm": norm, "low": low, "high": high}
         parts.append(tokens[["setting", "step"]].assign(over=over, **made))
     whole = pd.concat([part for part in parts if len(part)] or parts[:1])
@@ -277,7 +279,8 @@ def distribution_frame(runs: Runs, column: str = "weight") -> pd.DataFrame:
     values = tokens[column].astype(float)
     if DISTRIBUTIONS[column][1]:
         values = values.abs()
-        tokens, values = tokens[values > 0], values[values > 0]
+        tokens = tokens[values > 0]
+        values = values[values > 0]
     steps = np.sort(tokens["step"].unique())
     at = np.unique(np.linspace(0, len(steps) - 1, min(VIOLINS, len(steps))).round().astype(int))
     frame = tokens[["setting", "step"]].assign(quantity=column, value=values)

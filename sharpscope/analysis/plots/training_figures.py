@@ -172,7 +172,8 @@ PEOPLE = ["setting", "seed", "when", "level", "temperature", "accuracy"]
 
 def people_frame(runs: Runs) -> pd.DataFrame:
     """Evaluations at several levels, such as numbers of people."""
-    study, parts = largest_study(runs), []
+    study = largest_study(runs)
+    parts = []
     for label, seed, run in study.only(two_settings(study)).each():
         rows = run.eval[run.eval["level"].str.fullmatch(r"\d+") & (run.eval["split"] != "train")]
         rows = rows[rows["temperature"] == rows["temperature"].min()]
@@ -378,7 +379,8 @@ def log(figure: Picture, frame: pd.DataFrame) -> None:
     """A training log as small multiples, with the step at which each finding of `sharpscope diagnose` begins."""
     for axis, quantity, rows in figure.panels_by(frame, "quantity", 1.5, across=3):
         axis.plot(rows["step"], rows["value"], color=colors()[0], linewidth=1.1)
-        onset, finding = rows["onset"].iloc[0], rows["finding"].iloc[0]
+        onset = rows["onset"].iloc[0]
+        finding = rows["finding"].iloc[0]
         title, color = quantity, ""
         if np.isfinite(onset):
             color = colors()[3]
