@@ -18,7 +18,10 @@ from sharpscope.integrations.record import record
 from sharpscope.policy import embedded_policy
 from sharpscope.tasks import Example, make_task
 
-STEPS, PROMPTS, GROUP, LENGTH = 6, 8, 8, 40
+STEPS = 6
+PROMPTS = 8
+GROUP = 8
+LENGTH = 40
 SAMPLED_AT = 0.6  # the bug: the loss below takes temperature 1
 
 
@@ -80,7 +83,8 @@ def draw(
     """Draw a completion of each row; returns ids, attention mask and mask of the completions, each (N, L)."""
     prompts = [row.prompt + row.prefill for row in rows]
     read = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-    ids, attention = read["input_ids"], read["attention_mask"]
+    ids = read["input_ids"]
+    attention = read["attention_mask"]
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
     whole = model.generate(
         input_ids=ids,

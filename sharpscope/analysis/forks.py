@@ -129,13 +129,17 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
     found = map(mean_interval, (change, difference))
     ends = [(math.nan, math.nan) if one is None else (one.low, one.high) for one in found]
     return {
-        **{"states": len(states), "batches": sum(map(len, states)), "invalid": invalid},
-        **{"change": float(change.mean()), "change_low": ends[0][0], "change_high": ends[0][1]},
-        **{"difference": float(difference.mean()), "low": ends[1][0], "high": ends[1][1]},
-        **{
-            "p": _p_value(difference),
-            "sd": math.sqrt(float(np.mean(within))) if within else math.nan,
-        },
+        "states": len(states),
+        "batches": sum(map(len, states)),
+        "invalid": invalid,
+        "change": float(change.mean()),
+        "change_low": ends[0][0],
+        "change_high": ends[0][1],
+        "difference": float(difference.mean()),
+        "low": ends[1][0],
+        "high": ends[1][1],
+        "p": _p_value(difference),
+        "sd": math.sqrt(float(np.mean(within))) if within else math.nan,
     }
 
 

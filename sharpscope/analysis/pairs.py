@@ -141,13 +141,11 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]) ->
         every = [one for _, one in several]
         shown = list(fit.values()) or every  # the means are those of the pairs that are compared
         yield {
-            **{
-                "baseline": first,
-                "treatment": second,
-                "quantity": quantity,
-                "unit": every[0].unit,
-                "n": len(fit),
-            },
+            "baseline": first,
+            "treatment": second,
+            "quantity": quantity,
+            "unit": every[0].unit,
+            "n": len(fit),
             "paired_by": "seed" if len(fit) > 1 else every[0].by,
             "baseline_value": float(np.mean([one.baseline for one in shown])),
             "treatment_value": float(np.mean([one.treatment for one in shown])),
@@ -168,8 +166,12 @@ def _summary(parts: Mapping[int, Difference]) -> Row:
     low, high = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
     worst = int(np.argmin((one.better or (1 if median >= 0 else -1)) * data))
     return {
-        **{"difference": mean, "low": low, "high": high, "median": median},
-        **{"worst": float(data[worst]), "worst_pair": f"seed {list(parts)[worst]}"},
+        "difference": mean,
+        "low": low,
+        "high": high,
+        "median": median,
+        "worst": float(data[worst]),
+        "worst_pair": f"seed {list(parts)[worst]}",
         "p": sign_flip_p(data) if n >= 6 else math.nan,  # with fewer it can reject nothing at 5 %
         "to_halve": to_halve(n) if n > 1 else math.nan,
     }

@@ -147,13 +147,11 @@ def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str,
     """What the page says about a completion as a whole."""
     names = {"g": "group", "reward": "reward", "adv": "advantage", "len": "length"}
     return {
-        **{
-            "r": number,
-            "s": step,
-            "n": rollout,
-            "why": shown(why),
-            "parts": shown(row["reward_parts"])[:300],
-        },
+        "r": number,
+        "s": step,
+        "n": rollout,
+        "why": shown(why),
+        "parts": shown(row["reward_parts"])[:300],
         **{name: short(row[column], DIGITS) for name, column in names.items()},
         "ok": None if pd.isna(row["correct"]) else bool(row["correct"]),
         "cut": not pd.isna(row["truncated"]) and bool(row["truncated"]),

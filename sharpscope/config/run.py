@@ -371,7 +371,8 @@ class RunConfig(Spec):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        batches, prompts = self.update.mini_batches, self.rollout.prompts_per_step
+        batches = self.update.mini_batches
+        prompts = self.rollout.prompts_per_step
         if batches > prompts:
             why = (
                 f"must be at most rollout.prompts_per_step = {prompts}, since groups are not split"

@@ -136,7 +136,8 @@ Share = Annotated[float, Field(ge=0, le=1)] | Schedule
 
 def plain_types(annotation: Any) -> typing.Iterator[Any]:
     """Yield the members of a union, without the `Annotated` around them."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
     if origin is typing.Annotated:
         yield from plain_types(arguments[0])
     elif origin in (typing.Union, types.UnionType):
@@ -167,7 +168,8 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
     """The model in a union that `value` selects by its `kind`, or the only model."""
-    kinds, members = kinds_of(annotation), _models(annotation)
+    kinds = kinds_of(annotation)
+    members = _models(annotation)
     kind = value.get("kind")
     if isinstance(kind, str) and kind in kinds:
         return kinds[kind]
@@ -193,7 +195,8 @@ def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = ""
             raise UserError(f"{path}: unknown field{nearest(str(key), fields)}")
         if not isinstance(value, Mapping):
             continue
-        part, kinds = part_model(fields[key], value), kinds_of(fields[key])
+        part = part_model(fields[key], value)
+        kinds = kinds_of(fields[key])
         if part is not None:
             check_keys(part, value, path)
         elif kinds:
@@ -204,7 +207,8 @@ def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = ""
 
 def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
     """Recorded settings without those that `model` and its parts no longer have."""
-    fields, known = annotations_of(model), {}
+    fields = annotations_of(model)
+    known = {}
     for name, value in data.items():
         part = part_model(fields.get(name), value) if isinstance(value, Mapping) else None
         if name in fields:
@@ -241,9 +245,11 @@ def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
     path: list[int | str] = []
     for index, part in enumerate(location):
         if isinstance(data, Mapping) and (part in data or index + 1 == len(location)):
-            path, data = [*path, part], data.get(part)
+            path = [*path, part]
+            data = data.get(part)
         elif isinstance(data, list | tuple) and isinstance(part, int):
-            path, data = [*path, part], data[part]
+            path = [*path, part]
+            data = data[part]
     return path
 
 
@@ -274,7 +280,8 @@ def settings_of(
     for name, info in model.model_fields.items():
         if name == "kind" and kind:
             continue
-        path, types_ = f"{prefix}{name}", set(plain_types(info.annotation))
+        path = f"{prefix}{name}"
+        types_ = set(plain_types(info.annotation))
         default = "" if info.is_required() else info.get_default(call_default_factory=True)
         kinds = {} if types_ & {int, float} else kinds_of(info.annotation)
         parts = list(kinds.items()) or [

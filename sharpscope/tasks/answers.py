@@ -148,7 +148,8 @@ def number_of(text: str, alone: bool = False) -> Fraction | None:
 def _as_quotient(match: re.Match[str]) -> str:
     """Rewrite `\\frac{a}{b}` as a/b, separated from a preceding number but not from its sign."""
     before = match.string[match.start() - 1 : match.start()]
-    over, under = match[1] or match[3], match[2] or match[4]
+    over = match[1] or match[3]
+    under = match[2] or match[4]
     return f"{'' if before in ('', '-', '+', '$', ' ') else ' '}{over}/{under}"
 
 

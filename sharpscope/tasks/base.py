@@ -152,10 +152,8 @@ def splits_by_level(
     `spec` has the sizes, and `make(split, level, size)` the examples.
     """
     # a level that is given twice counts once
-    seen, new = (
-        dict.fromkeys(levels),
-        dict.fromkeys(unseen),
-    )
+    seen = dict.fromkeys(levels)
+    new = dict.fromkeys(unseen)
     splits = {
         "train": [example for level in seen for example in make("train", level, spec.train_size)],
         "heldout": [

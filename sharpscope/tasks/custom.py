@@ -52,7 +52,9 @@ class CheckedTask:
     """Wrapper of a custom task that checks its splits and rewards."""
 
     def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any]) -> None:
-        self.name, self._make_splits, self._score = name, splits, score
+        self.name = name
+        self._make_splits = splits
+        self._score = score
 
     @once
     def splits(self) -> dict[str, list[Example]]:

@@ -95,7 +95,8 @@ class DatasetTask:
         Raises:
             UserError: a file or row is invalid, or a split is empty.
         """
-        spec, rows = self.spec, self.rows()
+        spec = self.spec
+        rows = self.rows()
         if spec.heldout_path:
             heldout = self._examples(spec.heldout_path, "task.heldout_path")
             contents = {example.meta["content"] for example in heldout}
@@ -153,7 +154,8 @@ class DatasetTask:
             answer = meta["truths"][0]
         templated = any(mark in prompt for mark in CHAT_MARKS)
         if spec.template and not templated:
-            prompt, messages = spec.template.replace("{prompt}", prompt), []
+            prompt = spec.template.replace("{prompt}", prompt)
+            messages = []
         return Example(
             prompt,
             answer,

@@ -216,13 +216,17 @@ def linear(level: int, rng: Random) -> tuple[str, str]:
     """Linear equations by level: x + a = b; ax + b = c; ax + b = cx + d; a(x + b) = cx + d with a fraction as solution."""
     if level == 4:
         while True:
-            a, b, c, d = rng.randint(2, 9), _nonzero(rng), rng.randint(1, 9), _nonzero(rng)
+            a = rng.randint(2, 9)
+            b = _nonzero(rng)
+            c = rng.randint(1, 9)
+            d = _nonzero(rng)
             if a != c:
                 break
         return f"Solve for x: {a}(x {_signed(b)}) = {_times(c)} {_signed(d)}", str(
             Fraction(d - a * b, a - c)
         )
-    x, b = rng.randint(-12, 12), _nonzero(rng)
+    x = rng.randint(-12, 12)
+    b = _nonzero(rng)
     a = 1 if level == 1 else rng.randint(2, 9)
     c = rng.choice([number for number in range(1, 10) if number != a]) if level == 3 else 0
     right = a * x + b - c * x
@@ -244,7 +248,10 @@ def _times(number: int) -> str:
 
 def modular(level: int, rng: Random) -> tuple[str, str]:
     """Remainders by level: a + b mod m; a * b mod m; a * b + c mod m; a^k mod m. 0 ≤ answer < m."""
-    m, a, b, c = rng.randint(2, 13), rng.randint(2, 30), rng.randint(2, 30), rng.randint(1, 30)
+    m = rng.randint(2, 13)
+    a = rng.randint(2, 30)
+    b = rng.randint(2, 30)
+    c = rng.randint(1, 30)
     if level == 4:
         k = rng.randint(2, 9)
         return f"{a}^{k} mod {m} = ?", str(pow(a, k, m))

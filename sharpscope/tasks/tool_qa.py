@@ -144,7 +144,8 @@ class HttpRetriever:
 
 def _content(response: HTTPResponse) -> bytes:
     """Content of a response; ValueError if it is larger than LARGEST_RESPONSE or takes longer than SLOWEST_RESPONSE."""
-    content, began = bytearray(), time.monotonic()
+    content = bytearray()
+    began = time.monotonic()
     while chunk := response.read1(1 << 16):
         content += chunk
         if len(content) > bound(LARGEST_RESPONSE):
@@ -215,7 +216,8 @@ def make_world(things: int, seed: int) -> World:
     by_kind: dict[str, list[str]] = {}
     for kind, share in SHARES.items():
         count = max(2, round(share * things))
-        by_kind[kind], remaining = remaining[:count], remaining[count:]
+        by_kind[kind] = remaining[:count]
+        remaining = remaining[count:]
     by_kind["person"] += remaining
     kinds = {name: kind for kind, members in by_kind.items() for name in members}
     facts = {
@@ -404,7 +406,8 @@ class ToolQa:
         `parts`: answer (1 if correct), format (1 if the protocol is followed), searches (number of responses with passages).
         """
         text = example.whole(completion)
-        turn, scorer = last_turn(text), SCORERS[example.meta.get("scorer", "exact_match")]
+        turn = last_turn(text)
+        scorer = SCORERS[example.meta.get("scorer", "exact_match")]
         correct = answered(turn) and scorer(turn, example.meta["truths"]).correct
         parts = {
             "answer": float(correct),
