@@ -225,8 +225,10 @@ def _token_section(title: str, moved: Sequence[Moved]) -> Section:
     rows, records = [], []
     for one in moved:
         share = percent(one.share, 1, sign=True)
-        share += f" (×{one.count})" if one.count > 1 else ""
-        share += " against the rest" if one.share < 0 else ""
+        if one.count > 1:
+            share += f" (×{one.count})"
+        if one.share < 0:
+            share += " against the rest"
         answer = {True: "right", False: "wrong", None: ""}[one.correct]
         rows.append((one.arrow, one.sentence, answer, share, number(one.probability)))
         numbers = {name: value for name, value in vars(one).items() if name != "sentence"}

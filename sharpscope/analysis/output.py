@@ -184,7 +184,8 @@ def report_html(page: Page, pictures: Mapping[str, str], live: bool = False) -> 
     if charts:
         data["curves"] = Markup(script_json(charts))
         scripts += map(_asset, ("uplot/uPlot.iife.min.js", "curves.js"))
-    scripts += [_asset("live.js")] if live else []
+    if live:
+        scripts.append(_asset("live.js"))
     css = _asset("report.css") + (_asset("uplot/uPlot.min.css") if charts else "")
     names = list(page.runs.by_name)
     numbers = {name: n for n, name in enumerate(page.choices)}

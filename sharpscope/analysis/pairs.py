@@ -108,7 +108,8 @@ def compare_runs(
     if len(names) == 2:
         a, b = names.values()
         labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
-        rows += _compared(*labels, [(a.seed, a, b)]) if ground_of(a) == ground_of(b) else []
+        if ground_of(a) == ground_of(b):
+            rows += _compared(*labels, [(a.seed, a, b)])
         return pd.DataFrame(rows, columns=COLUMNS)
     for study in studies(Study(names)):
         fit = [

@@ -123,7 +123,8 @@ def to_terminal(sections: Iterable[Section]) -> RenderableType:
     for section in sections:
         if not isinstance(section.content, str | pd.DataFrame):
             continue
-        parts += [Text(visible(section.title), "bold")] if section.title else []
+        if section.title:
+            parts.append(Text(visible(section.title), "bold"))
         if isinstance(section.content, str):
             parts += [Text(visible(line)) for line in section.content.splitlines()]
         else:

@@ -410,7 +410,8 @@ def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[int, Run
     for name, run in sorted(members.items(), key=lambda item: -last_step(item[1])):
         state = f"({run.status}, {last_step(run)} steps)"
         if not last_step(run):
-            notes += [f"{name} has no steps yet and is left out."] if not run.rows("forks") else []
+            if not run.rows("forks"):
+                notes.append(f"{name} has no steps yet and is left out.")
         elif finished and run.status != "finished":
             notes.append(f"{name} {state} is left out: other runs of its setting are finished.")
         elif run.seed in chosen:
@@ -418,7 +419,8 @@ def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[int, Run
                 f"{name} repeats seed {run.seed} of {chosen[run.seed][0]} and is left out: it is no new sample."
             )
         else:
-            notes += [] if finished else [f"{name} is not finished {state}: what it has is used."]
+            if not finished:
+                notes.append(f"{name} is not finished {state}: what it has is used.")
             chosen[run.seed] = name, run
     return {seed: run for seed, (_, run) in sorted(chosen.items(), key=lambda item: str(item[0]))}
 

@@ -192,7 +192,8 @@ def run(
     from sharpscope.sweeps import plan_sweep, read_sweep
 
     content = content if SWEEP_FIELDS & set(content) else _as_sweep(content)
-    content |= {} if out is None else {"out": str(out)}
+    if out is not None:
+        content |= {"out": str(out)}
     if methods is not None or method is not None:
         content["methods"] = split(methods) or [method]
     if seeds is not None or seed is not None:

@@ -188,7 +188,8 @@ def _write_state(
     for done, batch in enumerate(missing, 1):
         # One append, so that an interruption never leaves a part of a batch.
         rows = list(measure.batch_rows(name, batch))
-        noted |= {} if measure.rho is None else {"rho": measure.rho}
+        if measure.rho is not None:
+            noted |= {"rho": measure.rho}
         update_run_info(folder, forks=forks | {name: forks[name] | noted})
         writer.append("forks", {column: [row[column] for row in rows] for column in rows[0]})
         writer.flush()

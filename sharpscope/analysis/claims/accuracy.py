@@ -116,7 +116,8 @@ def greedy_finding(
         same_sign = a.mean() * b.mean() >= 0
         cold, hot = (sign_flip_p(values) <= level for values in (a, b))
         numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points"
-        numbers += f" against {name}" if name else ""
+        if name:
+            numbers += f" against {name}"
         if hot and not (cold and same_sign):
             undecided.append(f"{text}: {numbers}, shown at T = 1 only")
         elif not same_sign:

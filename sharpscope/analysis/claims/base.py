@@ -104,8 +104,10 @@ class Statistic:
             f"{self.ends(self.t)} (t{few})" if self.t is not None else ""
         )
         parts = [f"{self.text} {interval}".rstrip()]
-        parts += [] if self.p_value is None else [f"p = {self.p_value:.2g}"]
-        parts += [] if self.n is None else [f"n = {self.n}"]
+        if self.p_value is not None:
+            parts.append(f"p = {self.p_value:.2g}")
+        if self.n is not None:
+            parts.append(f"n = {self.n}")
         if self.median is not None and self.worst is not None:
             middle, worst = (shown(value, self.scale) for value in (self.median, self.worst[0]))
             parts.append(f"median {middle}, worst {worst} ({self.worst[1]})")
@@ -424,9 +426,8 @@ class Verdict:
                 else f"; Student's t interval {effect.ends(effect.t)}"
             )
             lines.append(f"effect: {effect.name}: {effect.line}{t}")
-        lines += (
-            [f"primary, {'' if self.confirmatory else 'not '}confirmatory"] if self.primary else []
-        )
+        if self.primary:
+            lines.append(f"primary, {'' if self.confirmatory else 'not '}confirmatory")
         lines += [
             f"condition: {text}: {'met' if met else 'not met'}" for text, met in finding.conditions
         ]
@@ -564,9 +565,8 @@ def paired(measure: Callable[[Study, Pairing], ClaimData]) -> Callable[[Study], 
             f"{study.treatment} against {study.baseline}"
             + (f" at {pairing.setting}" if pairing.setting else "")
         ]
-        notes += (
-            [f"{pairing.left_out} pairs of other settings are not used"] if pairing.left_out else []
-        )
+        if pairing.left_out:
+            notes.append(f"{pairing.left_out} pairs of other settings are not used")
         found = measure(study, pairing)
         return replace(found, notes=(*found.notes, *notes))
 

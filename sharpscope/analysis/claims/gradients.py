@@ -247,7 +247,8 @@ def _between(study: Study, pairing: Pairing, kind: str) -> pd.DataFrame:
         both = pd.DataFrame(
             {"baseline": shares[pair.baseline], "treatment": shares[pair.treatment]}
         ).dropna()
-        rows += [{"seed": pair.seed, **both.mean()}] if len(both) else []
+        if len(both):
+            rows.append({"seed": pair.seed, **both.mean()})
     return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
 
 

@@ -39,7 +39,8 @@ def outcomes(study: Study, outcome: str, comparison: str = "kl") -> pd.DataFrame
                 & (rows["comparison"] == comparison)
                 & ~rows["valid"].eq(False)
             )
-            parts += [rows[of].assign(run=name)[columns]] if of.any() else []
+            if of.any():
+                parts.append(rows[of].assign(run=name)[columns])
     return (
         pd.concat(parts, ignore_index=True).dropna(subset="value")
         if parts

@@ -93,7 +93,8 @@ def compared(
             curve.loc[step, ["rise", "saturation", "estimated"]]
             for curve, step in zip(both, steps, strict=False)
         ]
-        rows += [[pair.seed, *ends[0], *ends[1]]] if ends else []
+        if ends:
+            rows.append([pair.seed, *ends[0], *ends[1]])
     return pd.DataFrame(rows, columns=columns), radius
 
 
@@ -137,17 +138,15 @@ def less_sharp(study: Study, pairing: Pairing) -> ClaimData:
     most = (
         f"{np.nanmedian(units):.2f} of the largest possible rise" if known else "of unknown ceiling"
     )
-    most += (
-        " (ceiling: training accuracy at that step)"
-        if frame.filter(like="estimated").any(axis=None)
-        else ""
-    )
+    if frame.filter(like="estimated").any(axis=None):
+        most += " (ceiling: training accuracy at that step)"
     notes = [f"radius {radius:g}, shared by all runs; sharpness is {most}"]
     for left_out, why in (
         (len(frame) - len(main), "are saturated or have no positive sharpness and are left out"),
         (len(pairing.pairs) - len(pairs), "were not probed, or not on one probe set"),
     ):
-        notes += [f"{left_out} pairs {why}"] if left_out else []
+        if left_out:
+            notes.append(f"{left_out} pairs {why}")
     limit = f"the limit is {MAX_SATURATION:g}; probe a smaller radius (probes.rho: auto)"
     missing = (
         "" if len(main) else f"sharpness at radius {radius:g} is saturated: {most}, and {limit}"
@@ -239,10 +238,13 @@ def agreement(
                 values = group[[axis, quantity, "gap"]].to_numpy(dtype=float)
                 pairs = [b - a for a, b in itertools.combinations(values, 2) if a[0] != b[0]]
                 row["pairs"] += len(pairs)
-                taus += [np.mean(np.sign(pairs)[:, 1] * np.sign(pairs)[:, 2])] if pairs else []
-            row |= {axis: float(np.mean(taus))} if taus else {}
+                if pairs:
+                    taus.append(np.mean(np.sign(pairs)[:, 1] * np.sign(pairs)[:, 2]))
+            if taus:
+                row |= {axis: float(np.mean(taus))}
         known = [row[axis] for axis in axes if axis in row]
-        rows += [row | {"difference": float(np.mean(known))}] if known else []
+        if known:
+            rows.append(row | {"difference": float(np.mean(known))})
     return pd.DataFrame(rows, columns=["seed", "pairs", *axes, "difference"])
 
 
