@@ -274,8 +274,7 @@ def group_names(model: nn.Module, named: dict[str, nn.Parameter]) -> dict[str, t
 
     Kinds are `embedding` (with a tied output layer), `attention`, `mlp`, `norm` (also of queries and keys), `head`, `other`.
     """
-    embedding = model.get_input_embeddings()
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     fixed = {id(p): "head" for p in (head.parameters() if head is not None else ())}
     fixed |= {id(p): "embedding" for p in embedding.parameters()}
     names = {id(p): name.lower() for name, p in model.named_parameters()}
