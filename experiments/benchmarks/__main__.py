@@ -1,7 +1,7 @@
 """Command line of the benchmarks: `python -m experiments.benchmarks NAME`, run from the repository's root.
 
 Each measures a ratio in one run and prints rows of the table in speed.md: `step`, `trl`, `recording`, `rotation`, `generation`,
-`norms`, `exact`, `shares`, `surface`, `peers`, `growth`, `diagnose`, `analyze`, `startup`, `fsdp` and `gpu`.
+`norms`, `exact`, `shares`, `surface`, `peers`, `growth`, `diagnose`, `analyze`, `large`, `startup`, `fsdp` and `gpu`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from experiments.benchmarks import analysis, gpu, measures, memory, peers, training
+from experiments.benchmarks import analysis, gpu, large, measures, memory, peers, training
 from experiments.benchmarks.common import SHAPES, Row, table
 
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
@@ -35,6 +35,7 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     ),
     "diagnose": lambda o: analysis.diagnose(20 if o.quick else 10_000),
     "analyze": lambda o: analysis.analyze(),
+    "large": lambda o: large.large([24_000] if o.quick else o.rows or [1_300_000, 13_000_000]),
     "startup": lambda o: training.startup(o.repeats),
     "fsdp": lambda o: memory.fsdp(),
     "gpu": lambda o: gpu.gpu(
@@ -65,6 +66,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=128, help="prompts of `surface`")
     parser.add_argument(
         "--repeats", type=int, default=3, help="measurements, of which the median counts"
+    )
+    parser.add_argument(
+        "--rows", type=int, action="append", help="token rows of `large`; may be repeated"
     )
     parser.add_argument("--minutes", type=float, default=8, help="time for `gpu`")
     parser.add_argument(

@@ -13,11 +13,11 @@ import pandas as pd
 from sharpscope.analysis.headline import CANDIDATES, momentum_text, sentences
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import PROBABILITY_EDGES
+from sharpscope.analysis.study import recorded_steps
 from sharpscope.analysis.text import number, percent, told_apart
 from sharpscope.analysis.tokens import (
     INCLUSION,
     inverse_inclusion,
-    recorded_steps,
     sample_text,
     sampled_by,
     sampling_error,
@@ -58,7 +58,7 @@ def effect_tokens(run: Run, step: int, on: str) -> pd.DataFrame:
     column = f"effect_{on}"
     names = ["rollout", "position", "token_id", "logp", "advantage", "loss_coef", column, INCLUSION]
     tokens = run.tokens(steps=[step], columns=names).dropna(subset=[column])
-    of = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "correct", "prompt"]]
+    of = run.frame("rollouts", step, ["rollout", "group", "correct", "prompt"])
     tokens = tokens.merge(of, on="rollout", how="left")
     return tokens.assign(effect=tokens[column].astype(float), probability=np.exp(tokens["logp"]))
 

@@ -81,7 +81,7 @@ def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
     tokens = step_shares(run, step)
     if tokens.empty:
         return []
-    outcomes = run.rollouts[run.rollouts["step"] == step].set_index("rollout")[["correct", "group"]]
+    outcomes = run.frame("rollouts", step, ["rollout", "correct", "group"]).set_index("rollout")
     order = tokens["share"].abs().sort_values(ascending=False, kind="stable").index[:CANDIDATES]
     chosen = tokens.loc[order].join(outcomes, on="rollout")
     merged: dict[tuple[object, ...], Moved] = {}

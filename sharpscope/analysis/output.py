@@ -138,7 +138,7 @@ def show(runs: Runs, height: int = 900) -> Html:
 def show_tokens(run: Run, step: int | None = None, height: int = 700) -> Html:
     """The completions of a step, token by token; see `Run.show_tokens`."""
     with quiet():
-        steps = sorted(int(one) for one in run.rollouts["step"].unique())
+        steps = list(run.step_rows("rollouts"))
         if step is None and steps:
             largest = largest_update(run)
             step = steps[-1] if largest is None else largest.step

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.study import per_run
+from sharpscope.analysis.study import per_run, recorded_steps
 from sharpscope.analysis.text import number
 from sharpscope.analysis.tokens import (
     INCLUSION,
     held_by_largest,
     inverse_inclusion,
-    recorded_steps,
     sample_text,
     sampled_by,
     sampling_error,
@@ -149,6 +148,7 @@ def notable_steps(run: Run, top: int = 8) -> list[Spike]:
     return found
 
 
+@per_run
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     """The causes of one step's gradient."""
     tokens = step_shares(run, step)
@@ -195,7 +195,7 @@ def step_shares(run: Run, step: int) -> pd.DataFrame:
 
 def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
     """group, prompt, share: the sums over the tokens of each prompt. `tokens`: from `step_shares`."""
-    rollouts = run.rollouts[run.rollouts["step"] == step][["rollout", "group", "prompt"]]
+    rollouts = run.frame("rollouts", step, ["rollout", "group", "prompt"])
     joined = tokens[["rollout", "share"]].merge(rollouts, on="rollout", how="left")
     joined = joined.assign(
         group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED)
@@ -207,7 +207,7 @@ def drawn_units(run: Run, step: int, tokens: pd.DataFrame) -> pd.Series:
     """(tokens,) what a sample of tokens was drawn by: their completion, or their group."""
     if sampled_by(run) == "rollout":
         return tokens["rollout"]
-    rollouts = run.rollouts[run.rollouts["step"] == step].set_index("rollout")
+    rollouts = run.frame("rollouts", step, ["rollout", "group"]).set_index("rollout")
     return tokens["rollout"].map(rollouts["group"])
 
 

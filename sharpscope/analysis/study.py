@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 import pandas as pd
+import pyarrow.compute as pc
 
 from sharpscope.analysis.tokens import Reduced, Reducer, scan
 from sharpscope.config import ClaimsSpec
@@ -306,6 +307,17 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
         return result
 
     return _remembering
+
+
+@per_run
+def recorded_steps(run: Run, *columns: str) -> list[int]:
+    """Steps at which some token has a value, not null and not NaN, in each of these columns of the tokens table."""
+    found: set[int] = set()
+    for piece in run.iter_arrow("tokens", columns=["step", *columns]):
+        absent = [pc.is_null(piece[name], nan_is_null=True) for name in columns]
+        known = pc.invert(functools.reduce(pc.or_, absent))
+        found.update(piece["step"].filter(known).unique().to_pylist())
+    return sorted(found)
 
 
 @per_run

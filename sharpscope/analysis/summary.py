@@ -13,9 +13,8 @@ from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
-from sharpscope.analysis.study import flat, last_step, per_run
+from sharpscope.analysis.study import flat, last_step, per_run, recorded_steps
 from sharpscope.analysis.text import method_label, model_label, number, printable
-from sharpscope.analysis.tokens import recorded_steps
 from sharpscope.diagnose import diagnose
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
@@ -142,7 +141,7 @@ def findings(run: Run) -> list[str]:
     if cause(run) or not run.path.is_dir():
         return []
     try:
-        found = diagnose(run.path)
+        found = diagnose(run.path, causes=False)
     except UserError:
         return []
     return [f"{one.rule.title} from step {one.step}." for one in found.findings[:FINDINGS]]

@@ -20,10 +20,10 @@ from sharpscope.analysis.headline import layer_sections, sentences, step_section
 from sharpscope.analysis.report import found_sections, laid_out, run_sections, runs_sections
 from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.spikes import explain_step, notable_steps, recorded_by, spike_text
-from sharpscope.analysis.study import last_step, quiet
+from sharpscope.analysis.study import last_step, quiet, recorded_steps
 from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
-from sharpscope.analysis.tokens import INCLUSION, recorded_steps, sample_text
+from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import RUN_FILE, Run, Runs, load_run, load_runs
 from sharpscope.traces.parts import is_pack
@@ -206,7 +206,7 @@ def token_sections(
     size = tokens[by].abs()
     columns = [by]
     if by in ("ratio", "clipped"):  # of every update that used the token (PPO epochs)
-        again = run.uses[run.uses["step"] == step]
+        again = run.frame("uses", step)
         first = tokens.drop(columns=["update", "ratio", "clipped", "loss_coef", SHARE])
         later = again.merge(first, on=["step", "rollout", "position"])
         tokens = pd.concat([tokens, later], ignore_index=True)

@@ -13,7 +13,15 @@ import pandas as pd
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.study import per_run
 from sharpscope.analysis.text import number, percent
-from sharpscope.analysis.tokens import INCLUSION, ROW, inverse_inclusion, row_probability
+from sharpscope.analysis.tokens import (
+    INCLUSION,
+    ROW,
+    inverse_inclusion,
+    passed_steps,
+    passed_text,
+    row_probability,
+    sums_by,
+)
 from sharpscope.rules.judging import QUANTITIES, mismatch
 from sharpscope.traces import Run, Runs
 
@@ -69,16 +77,17 @@ Raising one logit of a token with π ≥ Σπ² raises Σπ², the collision pro
 
 def token_bins(tokens: pd.DataFrame) -> np.ndarray:
     """(n,) index into BINS; −1 where the probability, the collision or the advantage is not known."""
-    peak = np.exp(tokens["logp"].to_numpy(dtype=float)) >= tokens["collision"].to_numpy(dtype=float)
-    sign = np.sign(tokens["advantage"].to_numpy(dtype=float))
-    index = np.select(
-        [sign == 0, sign > 0, sign < 0], [4, np.where(peak, 0, 1), np.where(peak, 2, 3)], -1
+    logp, collision, advantage = (
+        tokens[name].to_numpy(dtype=float) for name in ("logp", "collision", "advantage")
     )
-    return np.asarray(np.where(tokens[["logp", "collision"]].isna().any(axis=1), -1, index))
+    valley = (np.exp(logp) < collision).astype(int)
+    index = np.where(advantage == 0, 4, np.where(advantage > 0, valley, 2 + valley))
+    unknown = np.isnan(logp) | np.isnan(collision) | np.isnan(advantage)
+    return np.asarray(np.where(unknown, -1, index))
 
 
 def entropy_bins(run: Run) -> pd.DataFrame:
-    """Shares of each kind of token, over all recorded steps.
+    """Shares of each kind of token, over all recorded steps, of a large run over those of `passed_steps`.
 
     Columns `tokens` (share of the loss tokens), `gradient` (signed share of ‖∇L‖², mean over the steps whose shares were measured,
     scaled to sum to 1; NaN without any) and `entropy` (Σ c·polarity over Σ |c·polarity|: signed, positive raises the entropy).
@@ -86,30 +95,38 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     """
     statistics = ["logp", "collision", "advantage", "loss_coef", "polarity", "attribution"]
     columns = ["step", "update", *statistics, INCLUSION, ROW]
-    sums = np.zeros((4, len(BINS)))  # tokens, gradient, entropy, |entropy| by kind
-    for part in run.iter_tokens(columns=columns, required=["collision", "advantage"]):
+    pieces = [pd.DataFrame(columns=["tokens", "gradient", "entropy", "size"], dtype=float)]
+    steps, required = passed_steps(run), ["collision", "advantage"]
+    for part in run.iter_tokens(steps, columns, required):
         index = token_bins(part)
-        frame = part[index >= 0]
-        index = index[index >= 0]
-        push = with_values(frame)["entropy_change"].fillna(0.0).to_numpy()
-        updates = frame.groupby("step")["update"].transform("nunique").clip(lower=1)
-        share = (frame["attribution"].astype(float) / updates).fillna(
-            0.0
-        ).to_numpy() * inverse_inclusion(frame)
+        known = index >= 0
+        frame = part
+        if not known.all():
+            frame = part[known]
+            index = index[known]
+        push = with_values(frame[["loss_coef", "polarity"]])["entropy_change"].fillna(0.0)
         count = 1 / row_probability(frame)
-        sums += [
-            np.bincount(index, each, len(BINS))
-            for each in (count, share, count * push, count * np.abs(push))
-        ]
-    count, gradient, change, size = sums
-    if not count.any():
+        values = {"tokens": count, "gradient": _update_shares(frame)}
+        values |= {"entropy": count * push.to_numpy(), "size": count * push.abs().to_numpy()}
+        # by step first: the sums are then the same however many steps a piece has
+        pieces.append(sums_by(frame["step"].to_numpy(np.int64) * len(BINS) + index, values))
+    whole = pd.concat(pieces[1:] or pieces)
+    sums = whole.groupby(whole.index.to_numpy(np.int64) % len(BINS)).sum()
+    sums = sums.reindex(range(len(BINS)), fill_value=0.0).set_axis(pd.Index(BINS, name="kind"))
+    if not sums["tokens"].any():
         return pd.DataFrame(columns=["tokens", "gradient", "entropy"])
-    totals = {"tokens": (count, count), "gradient": (gradient, gradient), "entropy": (change, size)}
-    parts = {
-        name: one / whole.sum() if whole.sum() > 0 else np.nan
-        for name, (one, whole) in totals.items()
-    }
-    return pd.DataFrame(parts, index=pd.Index(list(BINS), name="kind"))
+    totals = sums[["tokens", "gradient", "size"]].sum().to_numpy()
+    return sums[["tokens", "gradient", "entropy"]].div(np.where(totals > 0, totals, np.nan))
+
+
+def _update_shares(tokens: pd.DataFrame) -> np.ndarray:
+    """(n,) share of ‖∇L‖² over the chance to be measured and the number of updates of the step; 0 where none is recorded."""
+    share = tokens["attribution"].astype(float)
+    if share.isna().all():
+        return np.zeros(len(tokens))
+    updates = tokens.groupby("step")["update"].transform("nunique").clip(lower=1)
+    each = (share / updates).fillna(0.0).to_numpy(dtype=float)
+    return np.asarray(each * inverse_inclusion(tokens))
 
 
 def entropy_section(run: Run) -> Section | None:
@@ -126,7 +143,7 @@ def entropy_section(run: Run) -> Section | None:
     }
     note = (
         f"Entropy change: Σ c·polarity of the kind over Σ |c·polarity| of all, to first order and for each token's own logits; "
-        f"positive raises the entropy, the net is {percent(bins['entropy'].sum(), 1, sign=True)}."
+        f"positive raises the entropy, the net is {percent(bins['entropy'].sum(), 1, sign=True)}.{passed_text(run)}"
     )
     return Section("Which tokens change the entropy", pd.DataFrame(cells), note)
 
@@ -135,18 +152,16 @@ def entropy_section(run: Run) -> Section | None:
 def mismatch_sums(run: Run) -> pd.DataFrame:
     """Number of `tokens` and the sums over them of `outside`, k1, k2, k3 [nats], see `rules.judging`; index: the step.
 
-    Empty without sampler log-probabilities.
+    Of a large run the steps are those of `passed_steps`. Empty without sampler log-probabilities.
     """
     pieces = [pd.DataFrame(columns=["tokens", *QUANTITIES], dtype=float)]
-    for frame in run.iter_tokens(
-        columns=["step", "logp", "behavior_logp", ROW], required=["behavior_logp"]
-    ):
-        rows = frame.assign(**{ROW: row_probability(frame)}).dropna()
+    columns, required = ["step", "logp", "behavior_logp", ROW], ["behavior_logp"]
+    for frame in run.iter_tokens(passed_steps(run), columns, required):
+        rows = frame.dropna(subset=["logp"])
         values = mismatch(rows["logp"].to_numpy(), rows["behavior_logp"].to_numpy())
-        table = pd.DataFrame({"tokens": np.ones(len(rows)), **values}).mul(
-            1 / rows[ROW].to_numpy(), axis=0
-        )
-        pieces.append(table.groupby(rows["step"].to_numpy()).sum())
+        count = 1 / row_probability(rows)
+        sums = {"tokens": count} | {name: count * value for name, value in values.items()}
+        pieces.append(sums_by(rows["step"].to_numpy(), sums))
     return pd.concat([piece for piece in pieces if len(piece)] or pieces[:1]).groupby(level=0).sum()
 
 
@@ -197,7 +212,7 @@ def left_out(run: Run) -> pd.DataFrame:
     """
     columns = ["step", "update", "logp", "entropy", "advantage", "loss_coef", "kl_coef", "clipped"]
     pieces = []
-    for part in run.iter_tokens(columns=columns, required=["advantage", "loss_coef"]):
+    for part in run.iter_tokens(passed_steps(run), columns, ["advantage", "loss_coef"]):
         used = part[part["update"].notna() & (part["advantage"] != 0)].astype(
             {"logp": float, "entropy": float}
         )
@@ -244,6 +259,6 @@ def selection_section(run: Run) -> Section | None:
         rows.append(cells)
     note = (
         f"Tokens with an advantage that the selection {selection['kind']} leaves out of the loss / those that it keeps; "
-        f"over all steps {percent(found['out'].mean(), 1)}."
+        f"over all steps {percent(found['out'].mean(), 1)}.{passed_text(run)}"
     )
     return Section("Tokens left out", pd.DataFrame(rows), note)

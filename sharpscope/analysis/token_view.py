@@ -115,20 +115,25 @@ def _completions(
     prompts: dict[str, int],
 ) -> list[dict[str, object]]:
     """The chosen completions of one run, the first ones that fit into `budget` bytes; the first always."""
-    rollouts = choice.run.rollouts.set_index(["step", "rollout"])
     wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
     result: list[dict[str, object]] = []
-    steps: dict[int, pd.DataFrame] = {}
+    steps: dict[int, tuple[pd.DataFrame, pd.DataFrame]] = {}
     used = 0
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
-            steps[step] = with_values(choice.run.tokens(steps=[step], columns=wanted))
-        row = rollouts.loc[(step, rollout)]
-        tokens = steps[step]
+            chosen = [number for of, number in choice.wanted if of == step]
+            rollouts = choice.run.frame("rollouts", step)
+            tokens = choice.run.tokens(step, wanted)
+            steps[step] = (
+                rollouts[rollouts["rollout"].isin(chosen)].set_index("rollout"),
+                with_values(tokens[tokens["rollout"].isin(chosen)]),
+            )
+        rollouts, tokens = steps[step]
+        row = rollouts.loc[rollout]
         body, texts = _body(
             row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker
         )
-        prompt = _cut(row["prompt"])  # type: ignore[call-overload, index]
+        prompt = _cut(row["prompt"])
         new = [text for text in dict.fromkeys(texts) if text not in pieces] + (
             [prompt] if prompt not in prompts else []
         )
@@ -217,6 +222,8 @@ GROUP = 16
 """Completions of a prompt that are taken, at most."""
 FEW = 4
 """Runs up to which every step is represented."""
+MOST_ROWS = 2_000_000
+"""Token rows of a run among which the largest tokens of steps are looked for."""
 MOST_RUNS = 24
 """Runs whose completions are shown, at most."""
 
@@ -239,24 +246,23 @@ class Choice:
     run: Run
     wanted: dict[tuple[int, int], str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
+    _asked: dict[int, pd.DataFrame] = field(default_factory=dict)
 
     @cached_property
     def ground(self) -> str:
         """Only runs with equal grounds are compared."""
         return ground_of(self.run)
 
-    @cached_property
-    def by_step(self) -> dict[int, pd.DataFrame]:
-        """Step → `group` and `prompt` of its completions by `rollout`, ascending."""
-        rows = self.run.rollouts[["step", "rollout", "group", "prompt"]]
-        rows = rows.sort_values("rollout").set_index("rollout")
-        return {int(str(step)): part for step, part in rows.groupby("step")}
+    def asked(self, step: int) -> pd.DataFrame:
+        """`group` and `prompt` of the completions of a step by `rollout`, ascending."""
+        if step not in self._asked:
+            rows = self.run.frame("rollouts", step, ["rollout", "group", "prompt"])
+            self._asked[step] = rows.sort_values("rollout").set_index("rollout")
+        return self._asked[step]
 
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
         """Take the completions of the prompts of `rollouts` that were not taken yet."""
-        if step not in self.by_step:
-            return
-        groups = self.by_step[step]["group"]
+        groups = self.asked(step)["group"]
         for rollout in rollouts:
             group = groups.get(rollout)
             known = pd.notna(group)
@@ -287,9 +293,9 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
     for choice in choices.values():
-        with_text = sorted(int(step) for step in choice.run.rollouts["step"].unique())
+        with_text = list(choice.run.step_rows("rollouts"))
         steps = [step for step in choice.run.token_steps if step in with_text] or with_text
-        order = list(dict.fromkeys((steps[-1], steps[0], *_spread(steps))))
+        order = _first_rows(choice.run, list(dict.fromkeys((steps[-1], steps[0], *_spread(steps)))))
         for step, rollout in largest_rollouts(
             choice.run, order if len(choices) <= FEW else order[:2]
         ).items():
@@ -297,13 +303,18 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     return choices
 
 
+def _first_rows(run: Run, steps: list[int]) -> list[int]:
+    """The first of the steps, two at least, with at most MOST_ROWS token rows: many more than a page can show."""
+    rows = run.step_rows("tokens")
+    sums = np.cumsum([rows.get(step, 0) for step in steps])
+    return steps[: max(2, int(np.searchsorted(sums, MOST_ROWS, "right")))]
+
+
 def of_step(run: Run, step: int) -> dict[str, Choice]:
     """All completions of one step, by prompt, that of the largest token first."""
     choice = Choice(run)
     choice.add(step, largest_rollouts(run, [step]).values(), "largest token")
-    choice.add(
-        step, run.rollouts.loc[run.rollouts["step"] == step, "rollout"].sort_values(), "step"
-    )
+    choice.add(step, choice.asked(step).index, "step")
     return {run.name: choice}
 
 
@@ -312,14 +323,13 @@ def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     choice = choices[name]
     what = "spike" if spike.z >= SPIKE_Z else "largest gradient"
     leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()  # type: ignore[var-annotated]
-    asked = choice.by_step.get(spike.step, pd.DataFrame(columns=["group", "prompt"]))
-    held = asked.reindex(leading).dropna(how="all")["prompt"]
+    held = choice.asked(spike.step).reindex(leading).dropna(how="all")["prompt"]
     taken = held.fillna(pd.Series(held.index, held.index)).drop_duplicates()[:SPIKE_PROMPTS]
     choice.add(spike.step, map(int, taken.index), what)
     for other_name, other in choices.items():
-        there = other.by_step.get(spike.step)
-        if other_name == name or there is None or other.ground != choice.ground:
+        if other_name == name or other.ground != choice.ground:
             continue
+        there = other.asked(spike.step)
         same = there[there["prompt"].isin(taken)].drop_duplicates("prompt").index
         other.add(spike.step, same, f"prompt of the {what} of {name}")
 
@@ -335,7 +345,7 @@ def largest_rollouts(run: Run, steps: list[int]) -> dict[int, int]:
 
     Where none is known it is the first completion.
     """
-    first = run.rollouts.groupby("step")["rollout"].min()
+    first = run.frame("rollouts", steps, ["step", "rollout"]).groupby("step")["rollout"].min()
     wanted = ["effect_kl", "attribution", "loss_coef", "logp"]
     tokens = run.tokens(steps=steps, columns=["step", "rollout", *wanted])
     size = tokens["loss_coef"].astype(float).abs() * complement(tokens["logp"].to_numpy())

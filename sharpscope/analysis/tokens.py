@@ -17,6 +17,8 @@ Columns = Mapping[str, np.ndarray]
 
 BATCH_ROWS = 400_000
 """Token rows held at once [tokens]; a step is never divided."""
+MOST_ROWS = 20_000_000
+"""Token rows that a pass over a run for `show` or a page reads; of a run of more it reads steps that are spread over it."""
 DECILES = 10
 INCLUSION = "inclusion_probability"
 ROW = "row_probability"
@@ -94,6 +96,25 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
             yield int(str(step)), {column: rows[column].to_numpy() for column in columns}
 
 
+def passed_steps(run: Run) -> list[int] | None:
+    """The steps whose tokens a pass over a run reads; None: all. See MOST_ROWS."""
+    rows = run.step_rows("tokens")
+    total, steps = sum(rows.values()), list(rows)
+    if total <= MOST_ROWS:
+        return None
+    count = max(2, len(steps) * MOST_ROWS // total)
+    places = np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))
+    return [steps[place] for place in places]
+
+
+def passed_text(run: Run) -> str:
+    """Which steps a pass over a run reads, as the end of a note; empty for all."""
+    steps = passed_steps(run)
+    if steps is None:
+        return ""
+    return f" Of {len(steps):,} of {len(run.token_steps):,} steps, spread over the run."
+
+
 def sampled_by(run: Run) -> str:
     """The column of what a run draws where it measures a sample of tokens: `rollout` in a recorded training, else `group`."""
     return "rollout" if run.info.get("sampled") == "rows" else "group"
@@ -148,10 +169,11 @@ def held_by_largest(
     return np.asarray(np.interp(at, members / members[-1], held / max(held[-1], 1e-300)))
 
 
-def recorded_steps(run: Run, *columns: str) -> list[int]:
-    """Steps at which some token has a value in each of these columns of the tokens table."""
-    parts = run.iter_tokens(columns=["step", *columns], required=columns)
-    return sorted({int(step) for part in parts for step in part["step"].unique()})
+def sums_by(key: NDArray[Any], values: Mapping[str, NDArray[np.float64]]) -> pd.DataFrame:
+    """The sum of each of `values` (n,) over the rows of each key (n,), which is the index."""
+    codes, keys = pd.factorize(key)
+    sums = {name: np.bincount(codes, each, len(keys)) for name, each in values.items()}
+    return pd.DataFrame(sums, index=keys)
 
 
 def row_probability(tokens: pd.DataFrame) -> NDArray[np.float64]:

@@ -16,6 +16,8 @@ from sharpscope.traces import Run
 
 MOST_STEPS = 40
 """Steps of a long run whose tokens are read: the first half of them at the run's start, the others spread over the rest."""
+MOST_ROWS = {"tokens": 2_000_000, "uses": 2_000_000, "rollouts": 100_000}
+"""Rows of a table that are read, of fewer steps where these have more; of two steps at least."""
 SUPERVISED = ("sft", "dpo")
 """Methods of runs whose tokens no policy has drawn."""
 
@@ -63,19 +65,15 @@ class Recorded:
 
     @classmethod
     def of(cls, run: Run) -> Recorded:
-        """The tables of a run; of a long one tokens of `MOST_STEPS` steps."""
-        steps = run.token_steps
-        if len(steps) > MOST_STEPS:
-            half = MOST_STEPS // 2
-            later = np.linspace(half, len(steps) - 1, MOST_STEPS - half).round().astype(int)
-            steps = [*steps[:half], *(steps[index] for index in later)]
+        """The tables of a run; of a long one tokens of `MOST_STEPS` steps, of a large one fewer, see `MOST_ROWS`."""
+        steps = chosen_steps(run, "tokens", MOST_STEPS)
         tokens = run.tokens(steps=steps, columns=TOKEN_COLUMNS) if steps else pd.DataFrame()
         return cls(
             steps=run.steps,
             updates=run.updates,
-            rollouts=run.rollouts,
+            rollouts=run.frame("rollouts", {*steps, *chosen_steps(run, "rollouts")}),
             tokens=tokens,
-            uses=run.uses,
+            uses=run.frame("uses", chosen_steps(run, "uses")),
             events=run.events,
             info=run.info,
             words=Words.read(run.path / "tokenizer"),
@@ -145,6 +143,19 @@ class Recorded:
         keys = np.empty_like(sums)
         keys[order] = sums
         return keys
+
+
+def chosen_steps(run: Run, table: str, most: int | None = None) -> list[int]:
+    """At most `most` steps of a table with at most `MOST_ROWS` rows: the first half of them at the start, the others spread."""
+    rows = run.step_rows(table)
+    steps, total = list(rows), max(1, sum(rows.values()))
+    fitting = max(2, int(len(steps) * MOST_ROWS[table] / total))
+    count = min(len(steps) if most is None else most, fitting)
+    if len(steps) <= count:
+        return steps
+    half = count // 2
+    later = np.linspace(half, len(steps) - 1, count - half).round().astype(int)
+    return [*steps[:half], *(steps[index] for index in later)]
 
 
 _BASE = np.uint64(0x9E3779B97F4A7C15)

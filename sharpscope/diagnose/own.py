@@ -25,7 +25,7 @@ def own_run(folder: Path) -> Table:
     steps = run.steps.copy()
     if not len(steps):
         raise UserError(f"{folder}: the run has no recorded step")
-    _add_dead_groups(steps, run.rollouts)
+    _add_dead_groups(steps, run.frame("rollouts", columns=["step", "group"]))
     evaluations = run.eval
     if len(evaluations):
         greedy = evaluations[

@@ -220,7 +220,11 @@ def _order_line(change: Change) -> str:
 
 
 def diagnose(
-    path: str | Path, mapping: Mapping[str, str] | None = None, *, run: str | None = None
+    path: str | Path,
+    mapping: Mapping[str, str] | None = None,
+    *,
+    run: str | None = None,
+    causes: bool = True,
 ) -> Diagnosis:
     """Find what went wrong in a run from its log.
 
@@ -229,12 +233,13 @@ def diagnose(
             folder with one of them.
         mapping: canonical quantity -> key of the log, for keys that are not recognized; "none" leaves a quantity out.
         run: name of the run, where the path holds several.
+        causes: whether to look for causes too, in the tokens of a recorded run.
 
     Raises:
         UserError: The log cannot be read, has no known quantity, holds several runs and none is named, or is too short to say that
             nothing is wrong.
     """
-    return _judged(read_log(path, mapping, run))
+    return _judged(read_log(path, mapping, run), causes)
 
 
 def diagnose_runs(
@@ -253,14 +258,14 @@ def diagnose_runs(
     return found
 
 
-def _judged(log: Log) -> Diagnosis:
+def _judged(log: Log, look: bool = True) -> Diagnosis:
     if not judged(log):
         raise UserError(
             f"{log.path}: nothing of it can be judged: {', '.join(map(str, log.frame))}; name a key, such as --map reward=KEY"
         )
     found = changes(log)
     findings = find(log, found)
-    causes = shown_causes(log, findings)
+    causes = shown_causes(log, findings) if look else []
     if not findings and not causes and len(log.frame) < FEWEST:
         count = len(log.frame)
         steps = "1 step" if count == 1 else f"{count} steps"

@@ -46,7 +46,7 @@ class RecordedStep:
         of_step = run.updates[run.updates["step"] == rows.step]
         self.recorded = of_step.sort_values("update", ignore_index=True)
         self.first_use = rows.tensor("update")
-        uses = run.uses[run.uses["step"] == rows.step]
+        uses = run.frame("uses", rows.step)
         self.coefs = [
             self._coefficients(uses[uses["update"] == number], number)
             for number in self.recorded["update"]

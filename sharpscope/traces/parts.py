@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -48,6 +48,8 @@ _REPEATING = {"advantage", "ratio", "weight"}
 
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
+PIECE_ROWS = 400_000
+"""Rows of a file that `part_pieces` reads at once; a row group, which holds a step, is never divided."""
 
 
 class DamagedPartError(ValueError):
@@ -61,11 +63,13 @@ def read_part(
     *,
     steps: Collection[int] | None = None,
     run: str = "",
+    groups: Collection[int] | None = None,
 ) -> pa.Table:
     """Read rows of a table's file: `columns` (None: all) of `steps` (None: all), in a packed data set those of `run`.
 
-    Nothing else is read from the disk. A column that the file lacks (an older schema) is null. What is returned has the
-    table's schema: types, no null where none may be, JSON that is an object of numbers.
+    Only row groups that hold such rows are read from the disk, of the numbers `groups` (None: all). A column that the file
+    lacks (an older schema) is null. What is returned has the table's schema: types, no null where none may be, JSON that is an
+    object of numbers.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -74,18 +78,13 @@ def read_part(
     """
     names = list(TABLES[table].names if columns is None else columns)
     schema = pa.schema([arrow_schema(table).field(name) for name in names])
-    try:
-        # of the folder of a run, or of a packed data set
-        status = check_regular(path, path.parents[0 if run else 2])
-    except UnreadableError as error:
-        raise DamagedPartError(error.reason) from error
-    # new content has another key in the cache
-    key = (str(path), status.st_mtime_ns, status.st_size)
+    key = _key(path, run)
     footer = _footer(*key, table)
     chosen: Sequence[int] = range(footer.metadata.num_row_groups)
     count = footer.metadata.num_rows
-    if run or steps is not None:
+    if run or steps is not None or groups is not None:
         kept = [group for group in _row_groups(*key, table) if group.may_hold(run, steps)]
+        kept = [group for group in kept if groups is None or group.index in groups]
         chosen, count = [group.index for group in kept], sum(group.rows for group in kept)
     if not chosen:
         return schema.empty_table()
@@ -111,6 +110,51 @@ def read_part(
         raise DamagedPartError(f"its pages cannot be read ({_one_line(error)})") from error
     _check_json(rows, table)
     return rows
+
+
+def part_pieces(
+    path: Path,
+    table: str,
+    columns: Sequence[str] | None = None,
+    *,
+    steps: Collection[int] | None = None,
+    run: str = "",
+) -> Iterator[pa.Table]:
+    """What `read_part` reads, a file of more than `PIECE_ROWS` rows in pieces of about as many."""
+    key = _key(path, run)
+    if _footer(*key, table).metadata.num_rows <= PIECE_ROWS:
+        yield read_part(path, table, columns, steps=steps, run=run)
+        return
+    piece: list[int] = []
+    rows = 0
+    for group in _row_groups(*key, table):
+        if piece and rows + group.rows > PIECE_ROWS:
+            yield read_part(path, table, columns, steps=steps, run=run, groups=piece)
+            piece, rows = [], 0
+        piece.append(group.index)
+        rows += group.rows
+    yield read_part(path, table, columns, steps=steps, run=run, groups=piece)
+
+
+def step_rows(path: Path, table: str, run: str = "") -> Mapping[int, int]:
+    """Step -> number of its rows in a table's file, counted once; errors as of `read_part`."""
+    return _step_rows(*_key(path, run), table, run)
+
+
+@lru_cache(maxsize=65536)
+def _step_rows(path: str, _modified: int, _size: int, table: str, run: str) -> Mapping[int, int]:
+    counted = read_part(Path(path), table, ["step"], run=run)["step"].value_counts()
+    return dict(zip(*(part.tolist() for part in counted.flatten()), strict=True))
+
+
+def _key(path: Path, run: str) -> tuple[str, int, int]:
+    """Path, time of change and size of a file, under which what is known of it is kept: new content has another key."""
+    try:
+        # of the folder of a run, or of a packed data set
+        status = check_regular(path, path.parents[0 if run else 2])
+    except UnreadableError as error:
+        raise DamagedPartError(error.reason) from error
+    return str(path), status.st_mtime_ns, status.st_size
 
 
 @dataclass(frozen=True, kw_only=True)

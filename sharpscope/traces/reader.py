@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -24,7 +25,15 @@ from sharpscope.traces.files import (
     read_run_info,
 )
 from sharpscope.traces.info import parse_run_info
-from sharpscope.traces.parts import DamagedPartError, TraceWriter, is_pack, packed_runs, read_part
+from sharpscope.traces.parts import (
+    DamagedPartError,
+    TraceWriter,
+    is_pack,
+    packed_runs,
+    part_pieces,
+    read_part,
+    step_rows,
+)
 from sharpscope.traces.schema import TABLES, arrow_schema
 from sharpscope.untrusted import read_text
 
@@ -38,6 +47,7 @@ LARGEST_TOKENIZER = 200_000_000
 """Largest tokenizer.json [bytes]."""
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
 _ARRAY = "array"
+_Part = TypeVar("_Part")
 VIEWS: dict[str, Callable[..., Any]] = {}
 """What makes the figures and pages of runs, by name; see `sharpscope.views`."""
 
@@ -130,7 +140,7 @@ class Run(_Tables):
     )
 
     def _frame(self, table: str) -> pd.DataFrame:
-        setattr(self, table, _pandas(self.arrow(table)))
+        setattr(self, table, self.frame(table))
         return self.__dict__[table]
 
     @property
@@ -160,13 +170,13 @@ class Run(_Tables):
             UserError: a column does not exist.
         """
         if columns is not None and TEXT not in columns:
-            return _pandas(self.arrow("tokens", steps, columns))
+            return self.frame("tokens", steps, columns)
         stored = (
             None
             if columns is None
             else [*dict.fromkeys([*(n for n in columns if n != TEXT), *_OF_TEXT])]
         )
-        frame = _pandas(self.arrow("tokens", steps, stored))
+        frame = self.frame("tokens", steps, stored)
         frame[TEXT] = token_texts(self, frame)
         return frame if columns is None else frame[list(columns)]
 
@@ -176,7 +186,7 @@ class Run(_Tables):
         columns: Sequence[str] | None = None,
         required: Sequence[str] = (),
     ) -> Iterator[pd.DataFrame]:
-        """Table `tokens` as one data frame per part, so that only one part is in memory.
+        """Table `tokens` as one data frame per part, of a part of many rows per piece of whole steps: only that is in memory.
 
         Args:
             steps: steps to read; None reads all.
@@ -186,9 +196,39 @@ class Run(_Tables):
         Raises:
             UserError: a column does not exist.
         """
-        for table in self._tables("tokens", _steps(steps), _columns("tokens", columns)):
+        for table in self.iter_arrow("tokens", steps, columns):
             if len(frame := _pandas(table).dropna(subset=list(required))):
                 yield frame
+
+    def iter_arrow(
+        self,
+        table: str,
+        steps: Iterable[int] | int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> Iterator[pa.Table]:
+        """A table in Arrow format in the pieces of `iter_tokens`, also those without a row that is wanted."""
+        wanted, names = _steps(steps), _columns(table, columns)
+        yield from self._each_part(
+            table, lambda path: part_pieces(path, table, names, steps=wanted, run=self._key)
+        )
+
+    def frame(
+        self,
+        table: str,
+        steps: Iterable[int] | int | None = None,
+        columns: Sequence[str] | None = None,
+    ) -> pd.DataFrame:
+        """Rows of some steps and columns of a table; the others are not read.
+
+        Args:
+            table: its name.
+            steps: steps to read; None reads all.
+            columns: columns to read; None reads all.
+
+        Raises:
+            UserError: a column does not exist.
+        """
+        return _pandas(self.arrow(table, steps, columns))
 
     def arrow(
         self,
@@ -197,9 +237,12 @@ class Run(_Tables):
         columns: Sequence[str] | None = None,
     ) -> pa.Table:
         """A table in Arrow format, which distinguishes null (not recorded) from NaN (recorded)."""
-        names, schema = _columns(table, columns), arrow_schema(table)
-        wanted = pa.schema([schema.field(name) for name in names], schema.metadata)
-        return pa.concat_tables([wanted.empty_table(), *self._tables(table, _steps(steps), names)])
+        wanted, names, schema = _steps(steps), _columns(table, columns), arrow_schema(table)
+        empty = pa.schema([schema.field(name) for name in names], schema.metadata).empty_table()
+        parts = self._each_part(
+            table, lambda path: [read_part(path, table, names, steps=wanted, run=self._key)]
+        )
+        return pa.concat_tables([empty, *parts])
 
     @cached_property
     def reductions(self) -> list[Reduction] | None:
@@ -247,12 +290,19 @@ class Run(_Tables):
 
     def rows(self, table: str) -> int:
         """Number of rows of a table."""
-        return len(self.arrow(table, columns=["step"]))
+        return sum(self.step_rows(table).values())
+
+    def step_rows(self, table: str) -> dict[int, int]:
+        """Step → number of its rows in a table, in the order of the steps; of each part they are counted once."""
+        counts: Counter[int] = Counter()
+        for part in self._each_part(table, lambda path: [step_rows(path, table, self._key)]):
+            counts.update(part)
+        return dict(sorted(counts.items()))
 
     @property
     def token_steps(self) -> list[int]:
         """Steps with token rows."""
-        return sorted(self.arrow("tokens", columns=["step"])["step"].unique().to_pylist())
+        return list(self.step_rows("tokens"))
 
     def verify(self) -> dict[str, str]:
         """Read and check every page of every part; returns `damaged`."""
@@ -260,8 +310,8 @@ class Run(_Tables):
             self.arrow(table)
         return self.damaged
 
-    def _tables(self, table: str, steps: set[int] | None, columns: list[str]) -> Iterator[pa.Table]:
-        """Rows of each sound part of a table, in order."""
+    def _each_part(self, table: str, read: Callable[[Path], Iterable[_Part]]) -> Iterator[_Part]:
+        """What `read` gives of each sound part of a table, in order."""
         root = self.path if self._pack is None else self._pack
         pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
         for path in sorted(root.glob(pattern)):
@@ -269,16 +319,13 @@ class Run(_Tables):
             if name in self.damaged:
                 continue
             try:
-                rows = read_part(path, table, columns, steps=steps, run=self._key)
+                yield from read(path)
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
                 if path.exists():
                     self.damaged[name] = str(error)
                     _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
-                continue
-            if rows.num_rows:
-                yield rows
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"

@@ -73,7 +73,8 @@ def test_tokens_sum_to_their_prompt_and_prompts_and_ranges_to_the_update(
 ):
     tokens = _tokens(seed, updates, chance)
     rollouts = {"step": 1, "rollout": range(8), "group": np.arange(8) // 2, "prompt": "p"}
-    prompts = prompt_shares(SimpleNamespace(rollouts=pd.DataFrame(rollouts)), 1, tokens)
+    run = SimpleNamespace(frame=lambda table, step, columns: pd.DataFrame(rollouts)[columns])
+    prompts = prompt_shares(run, 1, tokens)
     group = tokens["rollout"] // 2
     for row in some(prompts.to_dict("records")):
         assert row["share"] == pytest.approx(tokens.loc[group == row["group"], "share"].sum())

@@ -16,7 +16,7 @@ import sharpscope
 from experiments.gradient_gap import gap_of_run
 from sharpscope.analysis.curves import study_values, varying
 from sharpscope.analysis.headline import growth_text, layer_growth
-from sharpscope.analysis.study import Study
+from sharpscope.analysis.study import Study, recorded_steps
 from sharpscope.analysis.token_values import (
     entropy_bins,
     left_out,
@@ -27,7 +27,7 @@ from sharpscope.analysis.token_values import (
     with_values,
 )
 from sharpscope.analysis.token_view import largest_rollouts
-from sharpscope.analysis.tokens import recorded_steps, sampling_error
+from sharpscope.analysis.tokens import sampling_error
 from sharpscope.integrations.importers import Options, import_files
 from sharpscope.traces import TraceWriter, load_run
 from tests.loops import some

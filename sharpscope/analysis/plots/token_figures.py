@@ -24,8 +24,14 @@ from sharpscope.analysis.plots.style import (
     legend,
     plain,
 )
+from sharpscope.analysis.study import recorded_steps
 from sharpscope.analysis.text import method_label, visible
-from sharpscope.analysis.tokens import complement, held_by_largest, inverse_inclusion
+from sharpscope.analysis.tokens import (
+    complement,
+    held_by_largest,
+    inverse_inclusion,
+    passed_steps,
+)
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Runs
 
@@ -60,11 +66,11 @@ def sampled(frame: pd.DataFrame, count: int = POINTS) -> pd.DataFrame:
 
 
 def token_columns(runs: Runs, columns: Sequence[str], required: Sequence[str]) -> pd.DataFrame:
-    """`setting` and columns of all tokens that have the required ones."""
+    """`setting` and columns of all tokens that have the required ones, of a large run of `passed_steps`."""
     pieces = [
         part.assign(setting=method_label(run.method))
         for run in runs
-        for part in run.iter_tokens(columns=columns, required=required)
+        for part in run.iter_tokens(passed_steps(run), columns, required)
     ]
     return stacked(pieces, ["setting", *columns])
 
@@ -321,7 +327,8 @@ def token_step_frame(runs: Runs) -> pd.DataFrame:
     """Tokens' shares of the gradient (`attribution`) in one run at two steps or more."""
     run = runs[0]
     columns = ["step", "token_id", "attribution", "text"]
-    tokens = run.tokens(columns=columns).dropna(subset=["attribution"])
+    steps = recorded_steps(run, "attribution")
+    tokens = run.tokens(steps, columns).dropna(subset=["attribution"])
     names = tokens["text"].fillna(tokens["token_id"].map(lambda i: f"⟨{i}⟩"))
     tokens = tokens.assign(token=names.map(visible), share=tokens["attribution"].astype(float))
     sums = tokens.groupby(["token", "step"])["share"].sum().reset_index()
