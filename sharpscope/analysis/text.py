@@ -106,9 +106,9 @@ UNSURE = "not measured well enough (error larger than the value)"
 SAME = "not distinguishable"
 
 
-def value_text(value: float, half: float) -> str:
-    """`interval_text` of a value that can be told from 0; UNSURE of another."""
-    return UNSURE if half > abs(value) else interval_text(value, half)
+def value_text(value: float, half: float, unsure: str = UNSURE) -> str:
+    """`interval_text` of a value that can be told from 0; `unsure` of another."""
+    return unsure if half > abs(value) else interval_text(value, half)
 
 
 def change_text(change: float, half: float) -> str:

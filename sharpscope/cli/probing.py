@@ -507,7 +507,7 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
     import pandas as pd
 
     from sharpscope.analysis.measures import split_of
-    from sharpscope.analysis.text import UNSURE
+    from sharpscope.analysis.text import value_text
 
     rows = []
     for (name, functional, quantity), same in estimates.groupby(
@@ -515,7 +515,7 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
     ):
         row = {"loss": functional or "gradient", "prompts": split_of(str(name))}
         row |= {"quantity": quantity, "rho": same["rho"].iloc[0]}
-        texts = {each["checkpoint"]: _value(each) for each in same.to_dict("records")}
-        narrow = {name: text.replace(UNSURE, "error > value") for name, text in texts.items()}
-        rows.append(row | narrow)
+        for each in same.to_dict("records"):
+            row[each["checkpoint"]] = value_text(each["value"], _half(each), "error > value")
+        rows.append(row)
     return pd.DataFrame(rows)

@@ -83,11 +83,9 @@ def by_pyhessian(
     pairs = [(float(value), unit) for value, unit in zip(values, units, strict=True)]
     positive = sum(value > 0 for value, _ in pairs)
     found = _opinion(start, hessian, "PyHessian", pairs, samples, positive, tolerance)
-    return (
-        found
-        if found.smallest < 0
-        else replace(found, smallest=math.nan, smallest_residual=math.nan)
-    )
+    if found.smallest < 0:
+        return found
+    return replace(found, smallest=math.nan, smallest_residual=math.nan)
 
 
 def _opinion(

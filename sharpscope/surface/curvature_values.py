@@ -121,20 +121,17 @@ class Curvature:
             if math.isfinite(self.smallest)
             else []
         )
-        common: dict[str, Any] = {"seed": self.seed, "why": self.why}
-        rows = []
-        for index, (name, value, residual) in enumerate(pairs):
-            common |= {"converged": self.converged, "seconds": 0.0 if index else self.seconds}
+        common: dict[str, Any] = {"converged": self.converged, "seed": self.seed, "why": self.why}
+        known, rows = iter(self.by_prompt), list[Estimate]()
+        for name, value, residual in pairs:
             one = Estimate("curvature", name, value, residual=residual, **common)
-            rows.append(
-                with_prompts(one, self.by_prompt[index] if index < len(self.by_prompt) else None)
-            )
+            one = replace(one, seconds=0.0 if rows else self.seconds)
+            rows.append(with_prompts(one, next(known, None)))
         return rows
 
     def _trace(self) -> list[Estimate]:
         if not self.trace_probes:
             return []
-        known = math.isfinite(self.trace)
         return [
             Estimate(
                 "curvature",
@@ -143,8 +140,7 @@ class Curvature:
                 std_error=self.trace_std_error,
                 samples=self.trace_probes,
                 seed=self.seed,
-                converged=None if known else False,
-                why="" if known else self.why,
+                why="" if math.isfinite(self.trace) else self.why,
             )
         ]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 REACH = (2.0**-12, 2.0**8)
 """Step sizes searched for an end of an interval, in units of the crossing; behind them the end is 0 or infinite."""
 POINTS = 4001  # of these, 0.35 % apart
-EVEN = 1e-300  # variance of prompts that all agree, so that their score is infinite and not 0/0
+EVEN = 1e-100  # least variance, so that prompts that all agree have a large score and not 0/0
 
 
 def crossing_interval(by_prompt: Mapping[float, Tensor], crossing: float) -> tuple[float, float]:
@@ -54,6 +54,5 @@ def mean_score(values: np.ndarray) -> np.ndarray:
     variance = np.maximum(values.var(1, ddof=1), EVEN)
     skewness = ((values - mean[:, None]) ** 3).mean(1) / variance**1.5
     size = mean / np.sqrt(variance)
-    with np.errstate(over="ignore"):
-        cubic = size + skewness * size**2 / 3 + skewness**2 * size**3 / 27
+    cubic = size + skewness * size**2 / 3 + skewness**2 * size**3 / 27
     return math.sqrt(count) * (cubic + skewness / (6 * count))

@@ -255,7 +255,7 @@ class LmSurface(Surface):
         values = torch.zeros(batch.scored.shape, dtype=torch.float64, device=batch.scored.device)
         with torch.no_grad():
             for index in self._microbatches:
-                logp = self._logp(index)
+                logp = self.logp_of(index)
                 values[index, : logp.shape[1]] = logp
         return values
 
@@ -336,7 +336,7 @@ class LmSurface(Surface):
             return graph_product(self._shares(index, twice=True).sum(), self.parameters)
         weight = 1 / float(objective.batch.scored.sum()) if by_token else 1 / len(objective.batch)
         if name == "empirical_fisher":
-            logp = self._logp(index, twice=True)
+            logp = self.logp_of(index, twice=True)
             scored = objective.batch.scored[index, : logp.shape[1]]
             terms = logp[scored] if by_token else objective.row_shares(index, logp) / weight
             return empirical_fisher_product(terms, weight, self.parameters)
@@ -392,19 +392,15 @@ class LmSurface(Surface):
 
     def _shares(self, index: Tensor, *, twice: bool = False) -> Tensor:
         """The rows' parts of L, (n,)."""
-        return self.objective.row_shares(index, self._logp(index, twice=twice))
-
-    def logp_of(self, index: Tensor) -> Tensor:
-        """Log-probabilities of some rows with graph, (n, width) float64 [nats], 0 outside the scored tokens."""
-        return self._logp(index)
+        return self.objective.row_shares(index, self.logp_of(index, twice=twice))
 
     def log_softmax(self, index: Tensor) -> Tensor:
         """The log-probabilities of the whole vocabulary before each scored token of some rows, (M, V) [nats]."""
         states, _, _ = self._states(index)
         return torch.log_softmax(self._head.logits(states) / self.objective.temperature, -1)
 
-    def _logp(self, index: Tensor, *, twice: bool = False) -> Tensor:
-        """Log-probabilities (n, width) float64 with graph, 0 outside the scored tokens; `twice` differentiable or once."""
+    def logp_of(self, index: Tensor, *, twice: bool = False) -> Tensor:
+        """Log-probabilities of some rows with graph, (n, width) float64 [nats], 0 outside the scored tokens; `twice` differentiable or once."""
         states, targets, scored = self._states(index)
         given = (states, self._head, targets, self.objective.temperature)
         picked, _ = flat_logp(*given, stats=False, keep_logits=True if twice else None)  # (M,)

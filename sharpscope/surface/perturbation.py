@@ -155,7 +155,7 @@ def _step(
     surface: Surface, gradient: Tensor, rho: float, kind: SharpnessKind
 ) -> tuple[Tensor, float]:
     """The step ε (P,) of length rho along the gradient, and ‖T∘∇L‖; no step where that is 0 or not finite."""
-    scale = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+    scale: Tensor | float = 1.0
     if kind == "asam":
         scale = flatten([p.detach().abs() for p in surface.parameters], surface.parameters)
     scaled = gradient * scale  # ∇_u L = T∘∇L

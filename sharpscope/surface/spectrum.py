@@ -114,18 +114,17 @@ def curvature(
         used = plain if scale is None else Preconditioned(plain, scale)
         limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
         if backend == "lanczos":
-            found = _by_lanczos(used, start, top, int(smallest), capacity=capacity, **limits)
+            found = _by_lanczos(used, start, top, int(smallest), limits | {"capacity": capacity})
             if by_prompt and len(found.vectors):
                 found = replace(found, by_prompt=_by_prompt(surface, found, scale))
         else:
             found = BACKENDS[backend](surface, plain, start, wanted, **limits)
-        density = None
         if density_probes:
             draws = sub_generator(seed, "density")
             density = spectral_density(used, probes=density_probes, generator=draws)
+            found = replace(found, density=density)
         return replace(
             found,
-            density=density,
             along=_along(surface, plain, along or {}, operator, by_prompt),
             product_error=plain.error if isinstance(plain, FiniteDifference) else math.nan,
             vectors=found.vectors[: len(found.top)],
@@ -184,17 +183,13 @@ def _by_lanczos(
     start: Curvature,
     top: int,
     lower: int,
-    capacity: int,
-    tolerance: float,
-    max_products: int,
+    limits: dict[str, Any],
 ) -> Curvature:
-    """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`."""
+    """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`.
+
+    `limits` are the `tolerance`, `max_products` and `capacity` of `eigenpairs`.
+    """
     found, why = start, ""
-    limits: dict[str, Any] = {
-        "tolerance": tolerance,
-        "max_products": max_products,
-        "capacity": capacity,
-    }
     try:
         pairs = eigenpairs(
             hessian, top, lower, generator=sub_generator(start.seed, "eigenvalues"), **limits
@@ -202,7 +197,11 @@ def _by_lanczos(
         residuals = np.array(
             [residual(hessian, *pair) for pair in zip(pairs.values, pairs.vectors, strict=True)]
         )
-        bound, why, upper = tolerance * float(np.abs(pairs.values).max()), pairs.why, pairs.upper
+        bound, why, upper = (
+            limits["tolerance"] * float(np.abs(pairs.values).max()),
+            pairs.why,
+            pairs.upper,
+        )
         if not why and residuals.max() > max(2 * bound, 1e-300):
             why = (
                 f"the measured residual {residuals.max():.1e} exceeds {bound:.1e}: rounding of {hessian.dtype}, or a loss "
@@ -218,7 +217,7 @@ def _by_lanczos(
         if start.trace_probes:
             draws, space = sub_generator(start.seed, "trace"), pairs.krylov
             if space is None:
-                space = Krylov(hessian, min(start.trace_probes, capacity), draws)
+                space = Krylov(hessian, min(start.trace_probes, limits["capacity"]), draws)
                 for _ in range(space.capacity):
                     space.extend()
             trace, error = hutchpp(hessian, space, start.trace_probes, draws)

@@ -68,9 +68,6 @@ def swap_test(
     uniforms = completion_uniforms(seed, rows // samples, rows % samples, spec.max_new_tokens)
     draws = torch.Generator().manual_seed(seed)
 
-    def everywhere(value: bool) -> Choice:
-        return lambda js: torch.full_like(js, value, dtype=torch.bool)
-
     def above(bound: float) -> Choice:
         return lambda js: js > bound
 
@@ -92,8 +89,8 @@ def swap_test(
             )
         return js
 
-    measure("base", 0.0, everywhere(False))
-    divergences = measure("tuned", 1.0, everywhere(True))
+    measure("base", 0.0, above(math.inf))
+    divergences = measure("tuned", 1.0, above(-math.inf))
     for share in shares:
         measure("changed", share, above(float(torch.quantile(divergences, 1 - share))))
         measure("random", share, at_random(share))

@@ -24,10 +24,6 @@ class Density:
     ritz: np.ndarray  # (probes, m) quadrature nodes, padded with NaN
     weights: np.ndarray  # (probes, m) their weights, which sum to 1 over a row
 
-    def moment(self, power: int) -> float:
-        """Mean of λ^power over the spectrum, exact for power < 2m but for the probes: the first times P is the trace."""
-        return float(np.nansum(self.weights * self.ritz**power) / self.probes)
-
 
 def spectral_density(
     operator: Operator,
