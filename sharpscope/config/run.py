@@ -146,8 +146,12 @@ class RecordingSpec(Spec):
     token_rows: int = Field(200_000, ge=1)
     """Rows of the tokens table in a step from which only a random sample of its groups with about as many tokens is
     written and measured; a step with a spike is written whole. Column row_probability has the probability."""
-    token_gradients_every: int = Field(50, ge=0)
-    """Interval of score norms (local method) and attribution, also at the first step; 0: never [steps]."""
+    token_gradients_every: int | None = Field(None, ge=0)
+    """Interval of score norms (local method) and attribution, also at the first step [steps]; 0: never; null: 50, and in a shorter run
+    of ten steps or more a fifth of it."""
+    effects: Literal["auto", "always", "never"] = "auto"
+    """Effects of tokens, at step 2, every 50 steps (or at each interval that is given) and at spikes. auto: a model of over 5 million
+    parameters has them at as many updates as cost at most 12 % of the run's passes."""
     group_share: float = Field(0.25, gt=0, le=1)
     """Share of an update's groups with a gradient, drawn at random, whose tokens get score norms, attribution and
     influence, except at spikes; 1: all groups. Column inclusion_probability has the probability."""
@@ -166,6 +170,12 @@ class RecordingSpec(Spec):
     heldout_influence_every: int = Field(0, ge=0)
     """Interval of held-out influence, along the gradient of the expected failure on rollouts of the probe set's
     held-out prompts; 0: never [steps]."""
+
+    def interval(self, steps: int) -> int:
+        """Interval of the tokens' measurements in a run of `steps` steps [steps]; 0: never."""
+        if self.token_gradients_every is not None:
+            return self.token_gradients_every
+        return 50 if steps < 10 else min(50, steps // 5)
 
 
 ObjectiveName = Literal["nll", "expected_failure"]

@@ -194,6 +194,7 @@ class Recorder(Guard):
         if every:
             probes = {"preset": "light", "functionals": [], "every": every}
         recording = {"rotation_every": int(self.rotate is not None), "group_share": 1.0}
+        recording["effects"] = "always"  # where the plan has them
         data = {
             "seed": self._seed,
             "steps": max(1, steps),

@@ -12,7 +12,7 @@ from sharpscope.errors import UserError
 from sharpscope.recording.health import refusal
 from sharpscope.recording.measurements import MeasuredUpdate, Measurement
 from sharpscope.recording.probe_sets import SurfaceProbes
-from sharpscope.recording.schedule import Timetable
+from sharpscope.recording.schedule import StepBudget, Timetable
 from sharpscope.rules.judging import Event
 from sharpscope.tokens import Effects, Outcome, effects
 from sharpscope.tokens.update_effects import LIMIT
@@ -26,9 +26,13 @@ EFFECTS = ("kl", "entropy", "heldout", "sharpness")
 class TokenEffects(Measurement):
     """Effects of the measured tokens on outcomes of all rows of their update."""
 
-    def __init__(self, times: Timetable, surface: SurfaceProbes) -> None:
+    def __init__(self, times: Timetable, surface: SurfaceProbes, budget: StepBudget) -> None:
         super().__init__(times)
-        self.surface = surface
+        self.surface, self.budget = surface, budget
+
+    def due(self, step: int, spike: bool) -> bool:
+        """Whether they are measured in `step`, as far as the budget goes."""
+        return super().due(step, spike) and self.budget.take(step)
 
     def run(self, update: MeasuredUpdate) -> None:
         """Columns effect_…; those of groups without a gradient are known to be 0.

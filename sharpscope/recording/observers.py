@@ -31,7 +31,7 @@ from sharpscope.recording.measurements import (
     StepValues,
 )
 from sharpscope.recording.probe_sets import Drawer, SurfaceProbes, needs_probe_set, run_probe_set
-from sharpscope.recording.schedule import MeasurementSchedule
+from sharpscope.recording.schedule import MOST_SHARE, MeasurementSchedule, affordable_effects
 from sharpscope.recording.step import PendingUpdate
 from sharpscope.rules.judging import Event
 from sharpscope.surface import Estimate, ProbeSet, columns
@@ -57,6 +57,8 @@ class Observers:
         drawer: Drawer | None = None,
     ) -> None:
         self.schedule = schedule = MeasurementSchedule(config)
+        size = sum(p.numel() for p in policy.model.parameters())
+        schedule.with_effects.most = affordable_effects(config, size)
         sharded = ShardedProbes(policy.model) if is_sharded(policy.model) else None
         self.run = MeasuredRun(
             config=config,
@@ -72,7 +74,9 @@ class Observers:
             HeldoutInfluence(schedule.influence),
         ]
         self.surface = SurfaceProbes(config, view, drawer, schedule.surface)
-        self.measurements.append(TokenEffects(schedule.effects, self.surface))
+        self.measurements.append(
+            TokenEffects(schedule.effects, self.surface, schedule.with_effects)
+        )
         self.critical = CriticalSharpness(schedule.critical, self.surface)
         # solutions of the probe set, for the entropy at fixed tokens
         self.fixed: Rollouts | None = None
@@ -115,8 +119,9 @@ class Observers:
     def start(self, task: Task, info: Row) -> list[Event]:
         """Load or build the probe set, where a schedule needs one; `info` is run.json."""
         config = self.run.config
+        events = self._few_effects()
         if not needs_probe_set(config):
-            return []
+            return events
         probe_set = self.run.probe_set = run_probe_set(config, task)
         if config.recording.probe_entropy_every:
             probe_set.solutions("train")
@@ -127,7 +132,18 @@ class Observers:
                 device=self.run.policy.device,
             )
             self.fixed = fixed.with_reward(torch.zeros(len(solved)))
-        return self.surface.start(probe_set, info)
+        return [*events, *self.surface.start(probe_set, info)]
+
+    def _few_effects(self) -> list[Event]:
+        """An event where the price of effects limits how often they are measured, or forbids it."""
+        most, choice = self.schedule.with_effects.most, self.run.config.recording.effects
+        if most is None or choice == "never" or not self.schedule.effects.every:
+            return []
+        text = (
+            f"effects of tokens are measured at {most} updates at most: more would cost over {MOST_SHARE:.0%} of the training's passes; "
+            "recording.effects=always measures them at every spike"
+        )
+        return [Event(0, "probe", "info", float(most), math.nan, "none", text)]
 
     def entropy_row(self, step: int, scorer: Scorer) -> Row | None:
         """The row of the probes table with the mean entropy after `step` at the fixed tokens [nats]; None where it is not due."""

@@ -36,6 +36,8 @@ OUTCOMES, EFFECTS = 8.5, 6.5
 """Passes of effects on KL and entropy: of the outcomes' gradients over all completions, and of the effects of all tokens."""
 CRITICAL, ROTATION = 12, 3
 """Passes of a critical sharpness, at most, divided by the updates of an epoch; of a rotation."""
+ALL_EFFECTS, SMALL = 33, 5_000_000
+"""Passes of effects on the four outcomes of a run; parameters up to which a model of ours has them whatever they cost."""
 OVERHEAD = 0.15
 CHECK = 0.8
 EFFECTS_CHECK = 8
@@ -76,15 +78,15 @@ class RowSample:
 
 
 @dataclass(kw_only=True)
-class SpikeBudget:
-    """Steps at which a spike of the gradient norm is measured; at most `most` of them."""
+class StepBudget:
+    """Steps at which something is measured; at most `most` of them, None: any number."""
 
-    most: int
+    most: int | None
     steps: list[int] = field(default_factory=list)
 
     def take(self, step: int) -> bool:
-        """Whether a spike in `step` is measured; counts it."""
-        if step not in self.steps and len(self.steps) < self.most:
+        """Whether `step` is measured; counts it."""
+        if step not in self.steps and (self.most is None or len(self.steps) < self.most):
             self.steps.append(step)
         return step in self.steps
 
@@ -94,12 +96,13 @@ class MeasurementSchedule:
 
     def __init__(self, config: RunConfig) -> None:
         spec, probes = config.recording, config.probes
-        tokens = spec.token_gradients_every
+        tokens = spec.interval(config.steps)
         surface = probes.interval(config.steps)
         self.norms = _interval("norms", tokens, 1)
         self.shares = _interval("shares", tokens, 1)
         # the first step of AdamW is the gradient's sign, on which single tokens have no effect
-        self.effects = _interval("effects", tokens, 2)
+        rare = 50 if spec.token_gradients_every is None else tokens
+        self.effects = _interval("effects", rare if tokens else 0, 2)
         self.influence = _interval("influence", spec.heldout_influence_every)
         self.rotation = _interval("rotation", spec.rotation_every, 1)
         self.surface = _interval("surface", surface, 0, config.steps)
@@ -108,7 +111,8 @@ class MeasurementSchedule:
             self.critical = _interval("critical sharpness", surface, 1)
         self.entropy = Timetable(name="entropy", every=spec.probe_entropy_every)
         self.tables = Timetable(name="tables")
-        self.spikes = SpikeBudget(most=MOST_SPIKES)
+        self.spikes = StepBudget(most=MOST_SPIKES)
+        self.with_effects = StepBudget(most=None)
         self.sample: RowSample | None = None  # of a recorded trainer; else groups are drawn
         self.training = 0.0  # time of generation and training so far [s]
 
@@ -129,13 +133,15 @@ class MeasurementSchedule:
 
     def state(self) -> dict[str, object]:
         """What a checkpoint stores, as JSON."""
-        return {"seconds": self.seconds, "training": self.training, "spikes": self.spikes.steps}
+        steps = {"spikes": self.spikes.steps, "with_effects": self.with_effects.steps}
+        return {"seconds": self.seconds, "training": self.training, **steps}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a checkpoint."""
         for each in self.timetables:
             each.seconds = state["seconds"].get(each.name, 0.0)
         self.training, self.spikes.steps = float(state["training"]), list(state["spikes"])
+        self.with_effects.steps = list(state.get("with_effects", ()))
 
     def summary(self) -> dict[str, object]:
         """Share of the run's time spent on measuring (without evaluation), and seconds by name, for run.json."""
@@ -144,6 +150,19 @@ class MeasurementSchedule:
         share = total / (total + self.training) if total else 0.0
         seconds = {name: round(value, 3) for name, value in spent.items()}
         return {"share": round(share, 4), "seconds": seconds}
+
+
+def affordable_effects(config: RunConfig, parameters: int) -> int | None:
+    """Updates of a run of ours whose tokens get effects; None: any number."""
+    update, choice = config.update, config.recording.effects
+    if choice == "never":
+        return 0
+    if choice == "always" or parameters <= SMALL:
+        return None
+    passes = (TRAINING + (config.method.kl is not None)) * update.inner_epochs + GENERATION
+    checked = EFFECTS_CHECK / update.mini_batches
+    price = ALL_EFFECTS / update.mini_batches
+    return max(0, int((MOST_SHARE * passes * config.steps - checked) / price))
 
 
 def _interval(name: str, every: int, *also: int) -> Timetable:

@@ -638,3 +638,34 @@ def test_a_run_records_rotations_on_schedule(toy_config):
     ]
     means = measured.groupby("step")[["gradient_rotation", "update_scale"]].mean()
     np.testing.assert_allclose(means, steps.loc[[1, 2, 4], means.columns], rtol=1e-12)
+
+
+def test_effects_of_a_large_model_are_measured_as_often_as_they_are_paid_for(
+    toy_config, monkeypatch
+):
+    """12 % of 60 steps of a forward and backward pass and a generation, 28.8 passes, less the check's 8 / 2: one of 33 / 2."""
+    monkeypatch.setattr(schedule, "SMALL", 0)
+    changes = {"recording__token_gradients_every": 2, "update__mini_batches": 2, "steps": 4}
+    seen = {}
+    for choice in ("auto", "always", "never"):
+        config = toy_config(**changes, recording__effects=choice, name=choice)
+        longer = config.model_copy(update={"steps": 60})
+        most = schedule.affordable_effects(longer, 1)
+        assert most == {"auto": 1, "always": None, "never": 0}[choice]
+        monkeypatch.setattr(observers, "affordable_effects", lambda config, size, most=most: most)
+        assert train(config).status == "finished"
+        run = sharpscope.load_run(config.run_dir)
+        tokens = run.tokens().dropna(subset=["effect_kl"])
+        seen[choice] = sorted(tokens["step"].unique())
+        told = run.events["message"].str.contains("effects of tokens are measured at 1 updates")
+        assert told.any() == (choice == "auto")
+    assert seen == {"auto": [2], "always": [2, 4], "never": []}
+
+
+@pytest.mark.parametrize(
+    ("steps", "places"), [(9, [1]), (12, [1, 2, 4, 6, 8, 10, 12]), (40, [1, 8, 16, 24, 32, 40])]
+)
+def test_tokens_are_measured_five_times_in_a_run_of_ten_steps(toy_config, steps, places):
+    config = toy_config(recording__token_gradients_every=None, steps=steps)
+    times = schedule.MeasurementSchedule(config).shares
+    assert [step for step in range(1, steps + 1) if times.due(step)] == places
