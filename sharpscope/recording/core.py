@@ -193,8 +193,11 @@ class Recorder(Guard):
         probes: dict[str, object] = {"preset": "off"}
         if every:
             probes = {"preset": "light", "functionals": [], "every": every}
-        recording = {"rotation_every": int(self.rotate is not None), "group_share": 1.0}
-        recording["effects"] = "always"  # where the plan has them
+        recording: dict[str, object] = {
+            "rotation_every": int(self.rotate is not None),
+            "group_share": 1.0,
+            "effects": "always",  # where the plan has them
+        }
         data = {
             "seed": self._seed,
             "steps": max(1, steps),
