@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sharpscope.diagnose.console import console
 from sharpscope.diagnose.delimited import SAMPLE, delimited, layout_of
+from sharpscope.diagnose.names import by_words
 from sharpscope.diagnose.shapes import objects_in, parsed, rows_of
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.text import BROKEN, HEAD, encoding_of, head, lines, whole
@@ -22,6 +23,8 @@ READS = (
 )
 
 
+_MESSAGES = frozenset({"message", "msg", "log", "text"})
+"""Keys of printed text in the objects of a log of messages."""
 _JSON = re.compile(r"\{|\[\s*(?:[\[{\"]|//|$)")
 _MLFLOW = re.compile(r"\d{12,14} \S+ \d+")
 
@@ -69,7 +72,11 @@ def _read_lines(file: Path, start: bytes, notes: list[str]) -> Content:
     first = filled[0] if filled else ""
     if _JSON.match(first):
         if len(filled) > 1 and _are_json_lines(filled):
-            return Content(format="JSON lines", table=json_lines(lines(file, notes)))
+            table = json_lines(lines(file, notes))
+            if not any(by_words(key) for key in table.columns):
+                printed = console(_messages(lines(file, notes)))
+                table = printed if printed.count else table
+            return Content(format="JSON lines", table=table)
         document = _document(file)
         if document is not None:
             return document
@@ -125,6 +132,18 @@ def json_lines(text: Iterable[str]) -> Table:
         else:
             table.left_out["lines that are no JSON object"] += 1
     return table
+
+
+def _messages(text: Iterable[str]) -> Iterator[str]:
+    """What was printed, of the objects that a logging library or a container keeps it in."""
+    for line in text:
+        try:
+            row = parsed(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            for key in _MESSAGES & row.keys():
+                yield from str(row[key]).split("\n")
 
 
 def _document(file: Path) -> Content | None:

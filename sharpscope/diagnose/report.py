@@ -176,8 +176,14 @@ class Diagnosis:
                 lines.append(cause.sentence)
             lines.extend(f"  {detail}" for detail in cause.details)
         lines.extend([learned(self.log), ""])
+        said = ""
         for finding in self.findings[:MOST]:
             lines.extend(self._finding_lines(finding))
+            command = self.next_command(finding)
+            if command != said:  # the same stands once
+                lines.append(f"  next   {command}")
+            lines.append("")
+            said = command
         more = len(self.findings) - MOST
         if more > 0:
             plural = "s" if more > 1 else ""
@@ -203,8 +209,6 @@ class Diagnosis:
             lines.append(f"         may explain what came later: {'; '.join(follow)}")
         lines.append(f"  means  {meaning}")
         lines.append(f"  change {advice}")
-        lines.append(f"  next   {self.next_command(finding)}")
-        lines.append("")
         return lines
 
 

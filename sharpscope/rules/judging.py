@@ -43,7 +43,7 @@ def advise(
     """A rule's meaning and advice, with the trainer's names of the settings (FIELDS)."""
     names = {
         **FIELDS.get(trainer, FIELDS[""]),
-        "lr_value": "" if lr is None else f" = {lr:g}",
+        "lr_value": "" if lr is None else f" (now {lr:g})",
         "restart": f"go back to {checkpoint}"
         if checkpoint
         else "start again, since there is no checkpoint before",

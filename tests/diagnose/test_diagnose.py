@@ -368,3 +368,21 @@ def test_a_fault_is_found_within_ten_steps_of_its_start(name, tmp_path):
 def test_nothing_critical_is_said_of_a_healthy_run(name, tmp_path):
     found = diagnose(log_of(name, tmp_path))
     assert [f.rule.name for f in found.findings if f.severity == "critical"] == []
+
+
+def test_a_command_stands_once_and_the_present_rate_in_brackets(tmp_path):
+    rows = [
+        {
+            "step": n,
+            "reward": 0.7 if n < 30 else 0.02,
+            "grad_norm": 0.3,
+            "learning_rate": 0.08,
+            "epoch": n / 60,
+        }
+        | {"entropy": 0.5 if n < 30 else 0.001, "kl": 0.001 * n, "completions/mean_length": 90.0}
+        for n in range(1, 61)
+    ]
+    found = diagnose(write(rows, tmp_path))
+    assert len(found.findings) > 1 and "(now 0.08)" in found.text()
+    commands = [line for line in found.text().split("\n") if line.startswith("  next   ")]
+    assert len(commands) == len(set(commands)) < len(found.findings)

@@ -169,6 +169,30 @@ SHAPES: dict[str, Callable[[], str]] = {
             + pairs(row, ", ", ": ")
         )
     ),
+    "messages of a logging library": lambda: lines(
+        lambda row: json.dumps(
+            {
+                "time": "t",
+                "level": "INFO",
+                "message": f"Step {row['step']} | " + pairs(row, " | ", ": "),
+            }
+        )
+    ),
+    "what a container printed": lambda: lines(
+        lambda row: json.dumps(
+            {
+                "log": f"{ {'global_step': row['step'], **{k: row[k] for k in KEYS}} }\n",
+                "stream": "stdout",
+            }
+        )
+    ),
+    "axolotl, values as text": lambda: lines(
+        lambda row: (
+            "{"
+            + ", ".join(f"'{k}': '{row[k]}'" for k in KEYS)
+            + f", 'tokens/total': 512}}\n {row['step']}%|#| {row['step']}/50 [00:01<00:10, 1.0it/s]"
+        )
+    ),
     "logfmt": lambda: lines(
         lambda row: f"time=2025-03-04T12:00:00Z step={row['step']} " + pairs(row, " ", "=")
     ),

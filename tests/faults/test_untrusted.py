@@ -21,6 +21,7 @@ from sharpscope.cli.console import print_json
 from sharpscope.config import build_config
 from sharpscope.diagnose import read_log
 from sharpscope.errors import UserError
+from sharpscope.integrations.loggers import scalars
 from sharpscope.recording.saved_optimizer import load_adamw
 from sharpscope.sweeps import run_name
 from sharpscope.traces import TraceWriter, load_run, update_run_info
@@ -156,6 +157,13 @@ def test_json_escapes_what_a_terminal_would_obey_and_reads_back_equal(capsys):
     text = capsys.readouterr().out
     harmless(text)
     assert json.loads(text) == value and "é 漢" in text
+
+
+def test_names_of_scalars_that_loggers_get_show_no_control_character(hostile_run):
+    names = {name for row in scalars(load_run(hostile_run)).values() for name in row}
+    assert any("<script>" in name for name in some(names))
+    for name in names:
+        harmless(name)
 
 
 def test_a_warning_and_an_error_show_no_control_character(tmp_path, capsys):
