@@ -423,6 +423,7 @@ class DirectDecoder:
         """Copy the cache, or its `texts`, to memory for `room` texts with `more` positions after those in use."""
 
         def resized(states: Tensor) -> Tensor:
+            """States with room for more rows and positions."""
             grown = states.new_empty(
                 max(self.count, room), states.shape[1], self.used + more, states.shape[3]
             )

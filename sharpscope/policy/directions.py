@@ -7,9 +7,8 @@ summed over the processes, so every process must call these functions; other ten
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ NOISE_BOUND = 90.0
 """The largest noise rotation that can be estimated [degrees]; at it the estimate says "at least", not "equal"."""
 
 Gradient = Iterable[Tensor | None]
+Terms = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """Tensors like the trainable parameters, in their order."""
 
 
@@ -80,10 +80,11 @@ def inner(first: Gradient, second: Gradient) -> float:
     return _sums(first, second, lambda a, b: (a @ b,), count=1)[0]
 
 
-def _sums(first: Gradient, second: Gradient, terms: Any, *, count: int) -> list[float]:
+def _sums(first: Gradient, second: Gradient, terms: Terms, *, count: int) -> list[float]:
     """Sums over all parameters of `terms` of two flat float64 tensors."""
 
     def each() -> Iterator[tuple[Tensor, list[float]]]:
+        """A part of each pair, which has its place, and the terms of the pair."""
         for a, b in zip(first, second, strict=True):
             like = b if a is None else a
             if like is not None:

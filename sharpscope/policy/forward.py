@@ -359,6 +359,7 @@ class Scorer:
             result = result[..., None].repeat(1, 1, width)
 
         def values(part: Rollouts, rows: Tensor) -> list[Tensor]:
+            """The function's values on some rows."""
             mask = part.completion_mask.bool()
             named = {name: value[rows][mask] for name, value in given.items()}
             scored = self.score(part, function=partial(function, **named))

@@ -135,6 +135,7 @@ def join_rollouts(*parts: C) -> C:
     width = max(part.completion_ids.shape[1] for part in parts)
 
     def widened(part: C, name: str) -> Tensor:
+        """A tensor of a part as wide as the widest part."""
         value: Tensor = getattr(part, name)
         if value.ndim != 2:
             return value

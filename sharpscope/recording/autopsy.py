@@ -104,6 +104,7 @@ def watched(model: nn.Module, present: Tensor, found: list[str]) -> Iterator[Non
     """
 
     def hook(name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        """Note the first output that is not finite, and what it was made of."""
         given = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
         made = output if isinstance(output, Tensor) else None
         if found or made is None or not made.is_floating_point():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
@@ -367,7 +368,12 @@ class Sequences:
 
 
 def sequences_of(
-    ids: Tensor, present: Tensor, counted: Tensor, tokenizer: Any, *, pairs: bool = False
+    ids: Tensor,
+    present: Tensor,
+    counted: Tensor,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    pairs: bool = False,
 ) -> Sequences:
     """Rows (B, L) of tokens, `present` 1 on tokens and 0 on padding, `counted` on those in the loss, as rollouts.
 
@@ -433,7 +439,7 @@ def same_prompts(rollouts: Rollouts) -> bool:
     return torch.equal(ids, ids[torch.tensor(first_rows(rollouts))[rollouts.group.cpu()]])
 
 
-def prompt_texts(rollouts: Rollouts, tokenizer: Any) -> list[str]:
+def prompt_texts(rollouts: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """(N,) prompts as the model saw them."""
     width = rollouts.prompt_width
     pairs = zip(rollouts.input_ids[:, :width], rollouts.attention_mask[:, :width], strict=True)

@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedTokenizerBase
 
 from sharpscope import distributed
 from sharpscope.causes.recorded import Words
@@ -119,7 +120,7 @@ class Recorder(Guard):
     def __init__(
         self,
         model: nn.Module,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase | None,
         out: str | Path,
         *,
         task: str,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import numpy as np
 import pyarrow as pa
@@ -301,6 +301,15 @@ def _with_norms(steps: pa.Table, updates: dict[int, list[dict[str, Any]]]) -> pa
 # -- the completions of a step, and a method's loss on them ----------------------------------------------------------------
 
 
+class ProbeArguments(TypedDict):
+    """What every probe of tokens takes: (N, P+T) each."""
+
+    input_ids: Tensor
+    mask: Tensor
+    attention_mask: Tensor
+    temperature: float
+
+
 @dataclass(frozen=True)
 class StepRows:
     """A step's completions whose token IDs are known; N rows, P prompt and T completion positions."""
@@ -344,7 +353,7 @@ class StepRows:
         return self.scorer.statistics(self.rollouts)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def given(self) -> ProbeArguments:
         """Arguments of the probes: IDs, attention mask and the mask (N, P+T) of the trace's tokens, temperature."""
         return {
             "input_ids": self.rollouts.input_ids,

@@ -43,6 +43,7 @@ def norms(parts: Iterable[tuple[Tensor, Tensor | None]], groups: Mapping[int, st
     owners: list[int] = []
 
     def each() -> Iterator[Tensor | None]:
+        """The parts that count, whose owners are noted."""
         for parameter, part in parts:
             if not groups or id(parameter) in groups:
                 owners.append(id(parameter))

@@ -46,6 +46,7 @@ def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterat
     replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
 
     def enter(module: nn.Module, *_: Any) -> None:
+        """Put dual numbers in the place of a module's weights."""
         for holder, key, name in owned[module]:
             weight: Any = holder._parameters[key]
             dual, tangent = weight.detach(), full_tensor(direction.get(name))

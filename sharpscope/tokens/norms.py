@@ -198,6 +198,7 @@ def add_local(
     start[b, j] = output.to_hidden
 
     def measure(use: Use, g: Tensor) -> None:
+        """Add the squares of a use's local norms."""
         for name, squares in local_squares(use, g):
             sums.add(structure.groups[name], squares[b, j], place)
         if use.weight is not None and use.weight == structure.tied and output.coupled is not None:
@@ -312,6 +313,7 @@ def _add_exact(
         found: dict[str, Tensor] = {}
 
         def measure(use: Use, g: Tensor) -> None:
+            """Add the squares of a use's exact norms."""
             for name, squares in exact_squares(use, g):
                 found[name] = found[name] + squares if name in found else squares
             if use.weight is not None and use.weight == structure.tied and words is not None:

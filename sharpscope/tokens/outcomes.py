@@ -313,15 +313,18 @@ def _term(
     head = structure.head
 
     def logp(part: Pass) -> Tensor:
+        """Log-probabilities of the pass's tokens."""
         # the chunks that a long pass is computed in have no second derivative
         keep = True if part.twice else None
         given = (part.states, head, part.chunk.targets, temperature)
         return flat_logp(*given, stats=False, keep_logits=keep)[0]
 
     def entropy(part: Pass) -> Tensor:
+        """The pass's part of the mean entropy."""
         return flat_entropy(part.states, head, part.chunk.targets, temperature).sum() / tokens
 
     def nll(part: Pass) -> Tensor:
+        """The pass's part of the mean negative log-likelihood."""
         return -logp(part).sum() / tokens
 
     if outcome.kind == "entropy":
@@ -350,6 +353,7 @@ def _term(
     anchors: list[Tensor] = []
 
     def failure(part: Pass) -> Tensor:
+        """The pass's part of the expected failure, importance-weighted."""
         ratio = logp(part) - anchors[part.number]
         row = part.chunk.chosen.nonzero()[:, 0]
         sums = ratio.new_zeros(len(part.chunk.ids)).index_add(0, row, ratio)

@@ -41,6 +41,7 @@ def check_norms(
         return None
 
     def run(sample: _Sample) -> float:
+        """Largest relative difference of two norms of a sample."""
         measured = (
             NORMS[method](model, structure, sample.rows, temperature).values[sample.mask].tolist()
         )
@@ -57,6 +58,7 @@ def check_derivative(
     """The error of directional derivatives along one token's gradient, of two tokens, relative to the norms' product."""
 
     def run(sample: _Sample) -> float:
+        """Largest relative difference of two derivatives of a sample."""
         along, other = sample.gradient(0), sample.gradient(1)
         derivatives = logp_derivative(model, structure, sample.rows, along, temperature)[
             sample.mask

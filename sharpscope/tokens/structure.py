@@ -428,6 +428,7 @@ class UseRecorder:
             self.used[name] = self.used.get(name, 0) + 1
 
         def hook(g: Tensor) -> None:
+            """Hand the cotangent to the measure in progress."""
             if self._measure is not None:
                 self._measure(use, g * factor)
 

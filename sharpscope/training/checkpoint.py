@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from sharpscope import distributed
 from sharpscope.errors import NonFiniteError, UserError, first_line
@@ -134,7 +135,7 @@ def restore(checkpoint: Path, policy: Policy, optimizer: torch.optim.Optimizer) 
 def _write(
     config: RunConfig,
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
 ) -> None:
