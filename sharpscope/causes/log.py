@@ -76,7 +76,8 @@ def _reward_not_finite(frame: Frame) -> Facts | None:
 
 @_rule
 def _zero_learning_rate(frame: Frame) -> Facts | None:
-    rate, norm = _column(frame, "lr"), _column(frame, "grad_norm")
+    rate = _column(frame, "lr")
+    norm = _column(frame, "grad_norm")
     if len(rate) < FEW or (rate != 0).any() or not (norm > 0).any():
         return None
     return {"steps": len(rate)}
@@ -84,7 +85,8 @@ def _zero_learning_rate(frame: Frame) -> Facts | None:
 
 @_rule
 def _reward_constant(frame: Frame) -> Facts | None:
-    reward, dead = _column(frame, "reward"), _column(frame, "dead_groups")
+    reward = _column(frame, "reward")
+    dead = _column(frame, "dead_groups")
     entropy = _column(frame, "entropy")
     same = len(reward) >= FEW and reward.nunique() == 1 and len(dead) and (dead == 1).all()
     if not same or reward.iloc[0] > 0 or not (entropy > 0.05).any():
@@ -94,7 +96,8 @@ def _reward_constant(frame: Frame) -> Facts | None:
 
 @_rule
 def _wrong_end_token(frame: Frame) -> Facts | None:
-    cut, reward = _column(frame, "truncated"), _column(frame, "reward")
+    cut = _column(frame, "truncated")
+    reward = _column(frame, "reward")
     if len(cut) < FEW or (cut < 1).any() or not (reward.head(FEW) > 0).all():
         return None
     return {"steps": len(cut), "reward": float(reward.head(FEW).mean())}
@@ -120,7 +123,9 @@ def _reference_differs(frame: Frame) -> Facts | None:
 
 @_rule
 def _reference_moves(frame: Frame) -> Facts | None:
-    kl, rate, norm = _column(frame, "kl"), _column(frame, "lr"), _column(frame, "grad_norm")
+    kl = _column(frame, "kl")
+    rate = _column(frame, "lr")
+    norm = _column(frame, "grad_norm")
     moves = (rate > 0).any() and (norm > 0).any()
     if len(kl) < FEW or kl.abs().max() > 1e-7 or not moves:
         return None
@@ -129,7 +134,8 @@ def _reference_moves(frame: Frame) -> Facts | None:
 
 @_rule
 def _kl_sign(frame: Frame) -> Facts | None:
-    kl, loss = _column(frame, "kl"), _column(frame, "loss")
+    kl = _column(frame, "kl")
+    loss = _column(frame, "loss")
     both = pd.concat([kl, loss], axis=1).dropna()
     if len(both) < 2 * FEW or both["kl"].max() < 0.3:
         return None
@@ -141,7 +147,8 @@ def _kl_sign(frame: Frame) -> Facts | None:
 
 @_rule
 def _update_too_large(frame: Frame) -> Facts | None:
-    entropy, rate = _column(frame, "entropy"), _column(frame, "lr")
+    entropy = _column(frame, "entropy")
+    rate = _column(frame, "lr")
     start = entropy[entropy.index <= 4]
     if len(start) < 2 or not len(rate) or rate.iloc[:4].max() < 1e-3:
         return None
@@ -166,7 +173,8 @@ def _prompt_scale(frame: Frame) -> Facts | None:
     large = spread[spread >= limit]
     if jumps.max() < 5:
         return None
-    steps, times = ", ".join(map(str, large.index[:6])), float(large.max() / np.median(ordered))
+    steps = ", ".join(map(str, large.index[:6]))
+    times = float(large.max() / np.median(ordered))
     return {"step": int(large.index.min()), "steps": steps, "times": max(times, jumps.max())}
 
 
@@ -176,12 +184,14 @@ def _reward_feature(frame: Frame) -> Facts | None:
     if len(parts) < 2 or len(frame) < 3 * FEW:
         return None
     third = len(frame) // 3
-    first, last = frame[parts].iloc[:third].mean(), frame[parts].iloc[-third:].mean()
+    first = frame[parts].iloc[:third].mean()
+    last = frame[parts].iloc[-third:].mean()
     rising = [p for p in parts if last[p] > 2 * first[p] > 0]
     falling = [p for p in parts if first[p] > 0 and last[p] < first[p] / 2]
     if not rising or not falling:
         return None
-    up, down = rising[0], falling[0]
+    up = rising[0]
+    down = falling[0]
     return {
         "up": up.removeprefix("rewards/"),
         "down": down.removeprefix("rewards/"),

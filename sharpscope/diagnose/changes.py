@@ -125,7 +125,9 @@ def _judged(values: Values, logarithmic: bool) -> Values | None:
 
 def _matters(change: Change) -> bool:
     """Whether a change is large enough to be listed, and its ends differ as they are printed."""
-    name, before, after = change.quantity, change.before, change.after
+    name = change.quantity
+    before = change.before
+    after = change.after
     if f"{before:.3g}" == f"{after:.3g}":
         return False
     if name.startswith(("mismatch", "kl_step")):
@@ -154,7 +156,8 @@ def _line_rss(y: Values) -> Values:
     """
     t = np.arange(len(y), dtype=float)
     n = t + 1
-    of_y, of_t = np.cumsum(y), np.cumsum(t)
+    of_y = np.cumsum(y)
+    of_t = np.cumsum(t)
     tt = np.cumsum(t * t) - of_t * of_t / n
     ty = np.cumsum(t * y) - of_t * of_y / n
     yy = np.cumsum(y * y) - of_y * of_y / n

@@ -100,7 +100,9 @@ def compare(left: Log, right: Log) -> Comparison:
 
 
 def _parting(name: str, a: pd.Series, b: pd.Series) -> Parting:
-    x, y, steps = a.to_numpy(float), b.to_numpy(float), a.index.to_numpy()
+    x = a.to_numpy(float)
+    y = b.to_numpy(float)
+    steps = a.index.to_numpy()
     unequal = np.flatnonzero(x != y)
     equal_to = (
         None
@@ -108,7 +110,8 @@ def _parting(name: str, a: pd.Series, b: pd.Series) -> Parting:
         else int(steps[unequal[0] - 1 if len(unequal) else -1])
     )
     if BY_NAME[name].log and (x > 0).all() and (y > 0).all():
-        first, second = np.log(x), np.log(y)
+        first = np.log(x)
+        second = np.log(y)
     else:
         first, second = x, y
     at = _first_difference(first, second)

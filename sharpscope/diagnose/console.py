@@ -72,7 +72,8 @@ class _Printed:
 
     def without_settings(self) -> _Printed:
         """The rows without those of other things, such as printed settings: most of their keys stand in no other row."""
-        values, common = np.zeros(self.table.count), np.zeros(self.table.count)
+        values = np.zeros(self.table.count)
+        common = np.zeros(self.table.count)
         for key, column in self.table.columns.items():
             if key not in _STEPS:
                 values[column.rows()] += 1
@@ -84,7 +85,9 @@ class _Printed:
 
 def console(lines: Iterable[str]) -> Table:
     """The rows that a log of a terminal holds; without any the table is empty."""
-    dicts, dashes, pairs = _Printed(), _Printed(), _Printed()
+    dicts = _Printed()
+    dashes = _Printed()
+    pairs = _Printed()
     bars: list[tuple[int, int]] = []
     in_block = False
     for part in _parts(lines):
@@ -142,7 +145,8 @@ def _read_line(line: str, in_block: bool, printed: _Printed, bars: int) -> bool:
     Returns:
         Whether the next line may be a part of a block.
     """
-    step, epoch = _step(line), _EPOCH.match(line)
+    step = _step(line)
+    epoch = _EPOCH.match(line)
     found = {
         (name or equal or spaced).strip(): number or of_equal or of_space
         for name, number, equal, of_equal, spaced, of_space in _LINE_PAIR.findall(line)
@@ -201,7 +205,8 @@ def _spread(steps: Mapping[int, int], trained: Flags) -> dict[int, int]:
 
     Output that is buffered brings such rows in bunches, after the bars of all their steps.
     """
-    found, before = dict(steps), 0
+    found = dict(steps)
+    before = 0
     rows = [row for row in steps if trained[row]]
     for step, bunch in itertools.groupby(rows, key=steps.__getitem__):
         for number, row in enumerate(members := list(bunch), 1):

@@ -241,7 +241,8 @@ def _stretch(
     part = _first_part(rule, holds, history, len(steps))
     if part is None:
         return None
-    first, last = int(part[0]), int(holds[-1])
+    first = int(part[0])
+    last = int(holds[-1])
     name = next(
         name
         for name in _shown(rule, history)
@@ -357,7 +358,8 @@ def _best_before(values: Values, at: int, highest: bool) -> tuple[int, int]:
 def _onset(values: Values, at: int, window: int) -> tuple[float, float, int]:
     """Level before a measure's window that ends at `at`, level at its end, and the position from which on most are nearer to the latter."""
     known = np.flatnonzero(np.isfinite(values[: at + 1]))
-    recent, earlier = known[-window:], known[:-window]
+    recent = known[-window:]
+    earlier = known[:-window]
     if not len(recent):
         return np.nan, np.nan, at
     before = float(np.median(values[earlier[-WINDOW:] if len(earlier) else recent[:1]]))
@@ -422,7 +424,8 @@ def _skipped_updates(stretch: _Stretch, history: History) -> bool:
 def _evidence(rule: Rule, stretch: _Stretch, history: History, steps: Values) -> tuple[str, str]:
     """How the quantity of a finding changed, and what the rule measured."""
     began = stretch.began
-    quantity, values = BY_NAME[began.quantity], history[began.quantity]
+    quantity = BY_NAME[began.quantity]
+    values = history[began.quantity]
     if rule.name == "non_finite":
         rows = "1 row" if stretch.count == 1 else f"{stretch.count} rows"
         return f"{quantity.title} is not a finite number in {rows}", ""

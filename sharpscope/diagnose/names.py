@@ -216,7 +216,8 @@ def _problem(quantity: Quantity, values: Values) -> str:
     known = values[np.isfinite(values)]
     if not len(known):
         return ""
-    low, high = float(known.min()), float(known.max())
+    low = float(known.min())
+    high = float(known.max())
     if low < quantity.lowest - 1e-9:
         return f"it has values down to {low:.3g}"
     if high > quantity.highest * (1 + 1e-6):

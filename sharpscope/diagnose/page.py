@@ -15,7 +15,10 @@ from sharpscope.rules.measures import Values
 
 WIDTH, HEIGHT = 320, 150
 """Size of a chart [pixels]."""
-LEFT, RIGHT, TOP, BOTTOM = 48, 8, 22, 18
+LEFT = 48
+RIGHT = 8
+TOP = 22
+BOTTOM = 18
 """Margins of its plane."""
 POINTS = 400
 """Most points of a line; more are averaged."""
@@ -73,7 +76,8 @@ def _section(diagnosis: Diagnosis) -> str:
 
 def chart(diagnosis: Diagnosis, name: str) -> str:
     """The chart of one quantity as SVG, with a vertical line where each finding about it begins."""
-    quantity, series = BY_NAME[name], diagnosis.log.finite(name)
+    quantity = BY_NAME[name]
+    series = diagnosis.log.finite(name)
     if len(series) < 2:
         return ""
     steps, values = _thinned(series.index.to_numpy(float), series.to_numpy(float))
@@ -84,7 +88,8 @@ def chart(diagnosis: Diagnosis, name: str) -> str:
     x = _scaled(steps, span, LEFT, WIDTH - RIGHT)
     y = _scaled(heights, range_, HEIGHT - BOTTOM, TOP)
     line = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
-    top, bottom = float(values.max()), float(values.min())
+    top = float(values.max())
+    bottom = float(values.min())
     return (
         f'<svg width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{escape(quantity.title)}">'
         f"{_text(8, 15, _title(quantity), 12, weight='bold')}"

@@ -45,7 +45,8 @@ def learned(log: Log) -> str:
 
 
 def _course(log: Log, name: str) -> str:
-    quantity, series = BY_NAME[name], log.finite(name)
+    quantity = BY_NAME[name]
+    series = log.finite(name)
     y = series.to_numpy(float)
     title = quantity.title[0].upper() + quantity.title[1:]
     span = f"steps {series.index[0]:,} to {series.index[-1]:,}"
@@ -54,7 +55,8 @@ def _course(log: Log, name: str) -> str:
             return f"{title} {y[0]:.3g} at step {series.index[0]:,}."
         return f"{title} {y[0]:.3g} → {y[-1]:.3g} in {len(y)} rows ({span})."
     n = max(EARLY, len(y) // 10)
-    first, last = float(y[:n].mean()), float(y[-n:].mean())
+    first = float(y[:n].mean())
+    last = float(y[-n:].mean())
     error = float(step_noise(y)[-1]) * float(np.sqrt(2 / n))
     verdict = _verdict(name, y, last - first, error)
     return f"{title} {first:.3g} → {last:.3g} ± {error:.2g} in {len(y):,} rows ({span}): {verdict}."
@@ -96,7 +98,8 @@ def what_was_read(log: Log) -> list[str]:
     """The lines that end a report."""
     frame = log.frame
     writer = "keys of no known trainer" if log.framework is None else f"written by {log.framework}"
-    first, last = frame.index[0], frame.index[-1]
+    first = frame.index[0]
+    last = frame.index[-1]
     rows = f"{log.rows:,} rows, {len(frame):,} steps ({first:,} to {last:,})"
     lines = [
         f"Read {rows} of {_KINDS[log.training]}; {log.format or 'log'}, {writer}.",

@@ -72,7 +72,8 @@ def _logs(value: object, depth: int) -> Iterator[Sequence[object]]:
     if isinstance(value, list):
         yield from _list_of_rows(value)
     elif isinstance(value, dict) and value and depth <= DEEPEST:
-        names, data = value.get("columns"), value.get("data")
+        names = value.get("columns")
+        data = value.get("data")
         if isinstance(data, list) and _is_header(names):
             yield from _list_of_rows([names, *data])
         elif all(key.isdecimal() and isinstance(row, dict) for key, row in value.items()):
@@ -133,7 +134,8 @@ def _points(value: object) -> Sequence[Point]:
 def _points_of_object(value: Row) -> Sequence[Point]:
     """The points of a list of steps and a list of values, or of an object with steps as keys."""
     for step, number in _POINT_KEYS:
-        steps, numbers = value.get(step), value.get(number)
+        steps = value.get(step)
+        numbers = value.get(number)
         if isinstance(steps, list) and isinstance(numbers, list):
             return list(zip(steps, numbers, strict=False))
     if all(key.isdecimal() and _is_number(number) for key, number in value.items()):

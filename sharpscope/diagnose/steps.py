@@ -105,7 +105,8 @@ def with_evaluations_apart(table: Table) -> Table:
         return table
     made = replace(table, columns=dict(table.columns), notes=list(table.notes))
     for key in moved:
-        positions, values = table.columns[key].rows(), table.columns[key].numbers()
+        positions = table.columns[key].rows()
+        values = table.columns[key].numbers()
         there = rows[positions]
         made.columns[key] = _column(positions[~there], values[~there])
         if not {f"eval/{key}", f"eval_{key}"} & table.columns.keys():
@@ -129,7 +130,8 @@ def attempts(steps: Values) -> list[Flags]:
     starts = [0]
     for at in _falls(values):
         before = values[starts[-1] : at]
-        first, reached = before[0], before.max()
+        first = before[0]
+        reached = before.max()
         again = values[at : at + len(before)]
         repeated = np.isin(again[again <= reached], before)
         if values[at] <= first + 0.1 * (reached - first) and repeated.mean() >= 0.5:
@@ -154,7 +156,8 @@ def gathered(values: Values, groups: Positions, count: int, how: Gather) -> Valu
     Values that were not finite make their step's not finite.
     """
     known = ~np.isnan(values)
-    values, groups = values[known], groups[known]
+    values = values[known]
+    groups = groups[known]
     if how == "mean":
         infinite = np.isinf(values)
         sums = np.bincount(groups, np.where(infinite, 0.0, values), count)

@@ -149,7 +149,8 @@ class Table:
 
     def complete(self, key: str, text: str) -> None:
         """Add a number in text to the last row, unless it has the key."""
-        column, row = self.columns.get(key), self.count - 1
+        column = self.columns.get(key)
+        row = self.count - 1
         number = self._of_text(key, text)
         if number is not None and (column is None or column.positions[-1] != row):
             self.put(key, row, number)
@@ -201,7 +202,8 @@ class Table:
         made.left_out = self.left_out.copy()
         made.runs = [run for run, kept in zip(self.runs, rows, strict=False) if kept]
         for key, column in self.columns.items():
-            positions, values = column.rows(), column.numbers()
+            positions = column.rows()
+            values = column.numbers()
             kept = rows[positions]
             if kept.any():
                 made.columns[key] = Column(

@@ -96,7 +96,9 @@ def lines(file: Path, notes: list[str]) -> Iterator[str]:
     """
     start = head(file)
     newline = "\r" if b"\r" in start and b"\n" not in start else "\n"
-    longest, largest, read = int(bound(LONGEST_LINE)), bound(LONGEST_TEXT), 0
+    longest = int(bound(LONGEST_LINE))
+    largest = bound(LONGEST_TEXT)
+    read = 0
     with open_bytes(file) as raw:
         text = io.TextIOWrapper(raw, encoding_of(start), errors="replace", newline=newline)
         try:

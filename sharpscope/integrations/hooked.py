@@ -107,7 +107,8 @@ class HookRecorder(TrainerRecorder):
             handle.remove()
 
     def _see(self, args: Inputs, given: Mapping[str, Tensor], output: object) -> None:
-        logp, logits = getattr(output, "log_probs", None), getattr(output, "logits", None)
+        logp = getattr(output, "log_probs", None)
+        logits = getattr(output, "logits", None)
         values = logits if logp is None else logp
         if not isinstance(values, Tensor) or not values.requires_grad:
             return
@@ -116,7 +117,8 @@ class HookRecorder(TrainerRecorder):
             raise UserError(
                 "record: the model is called without input_ids, so its tokens are unknown"
             )
-        present, positions = given.get("attention_mask"), given.get("position_ids")
+        present = given.get("attention_mask")
+        positions = given.get("position_ids")
         if present is None or present.shape != ids.shape:
             present = torch.ones_like(ids)
         call = ModelCall(ids, present, positions, None if logp is None else given.get("labels"))
@@ -162,9 +164,11 @@ class HookRecorder(TrainerRecorder):
         assert call.coef is not None and call.logp is not None
         counted = (call.coef != 0) & call.present.bool()
         sequences = sequences_of(call.ids, call.present, counted, self.policy.tokenizer)
-        rollouts, n = sequences.rollouts, len(call.ids)
+        rollouts = sequences.rollouts
+        n = len(call.ids)
         made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64))
-        ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
+        ours = made.tokens.stats.logp
+        mask = rollouts.completion_mask.bool()
         theirs = sequences.gather(call.logp, 0)
         self.capture.gaps.append((theirs.to(ours) - ours).abs()[mask].cpu())
         keep = self.capture.use(made.serial, torch.arange(n))
@@ -194,14 +198,18 @@ def token_coefficients(
         temperature: T of ln π = log_softmax(z / T).
     """
     width = logits.shape[-1]
-    z, g, y = logits.reshape(-1, width), gradient.reshape(-1, width), targets.reshape(-1)
+    z = logits.reshape(-1, width)
+    g = gradient.reshape(-1, width)
+    y = targets.reshape(-1)
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    coef, logp = torch.zeros(len(y), dtype=dtype), torch.zeros(len(y), dtype=dtype)
+    coef = torch.zeros(len(y), dtype=dtype)
+    logp = torch.zeros(len(y), dtype=dtype)
     left = whole = 0.0
     heats = []
     for start in range(0, len(y), max(1, CHUNK // width)):
         rows = slice(start, start + max(1, CHUNK // width))
-        pull, given = g[rows].to(dtype), z[rows].to(dtype)
+        pull = g[rows].to(dtype)
+        given = z[rows].to(dtype)
         likely = (given / temperature).log_softmax(-1)
         logp[rows] = likely.gather(1, y[rows, None])[:, 0].cpu()
         others = likely.exp().scatter_(1, y[rows, None], 0.0)
@@ -214,7 +222,8 @@ def token_coefficients(
         whole += float(pull.double().square().sum())
         coef[rows] = c.cpu()
         top = others.topk(2).indices
-        moved, apart = without.gather(1, top), given.gather(1, top)
+        moved = without.gather(1, top)
+        apart = given.gather(1, top)
         heats.append((apart[:, 0] - apart[:, 1]) / (moved[:, 0] / moved[:, 1]).log())
     heat = torch.cat(heats)
     heat = heat[heat.isfinite() & (heat > 0)]

@@ -94,7 +94,8 @@ def scalars(run: Run) -> dict[int, dict[str, float]]:
         for row in getattr(run, table).to_dict("records"):
             named = visible(pattern.format(**row))
             label = "/".join(part for part in named.split("/") if part not in ("", "None"))
-            label += "" if pd.isna(row.get("rho")) else f"/rho{row['rho']:g}"
+            if not pd.isna(row.get("rho")):
+                label += f"/rho{row['rho']:g}"
             for name in names if row.get("quantity") != "density" else ():
                 if pd.notna(row[name]) and math.isfinite(row[name]):
                     key = label if name == "value" else f"{label}/{name}"

@@ -34,7 +34,9 @@ from sharpscope.recording.recorded_model import dropout_of
 from sharpscope.recording.schedule import StepCost
 
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
-OLDEST, OLDEST_OF_DPO, NEWEST = (1, 0), (1, 16), (1, 16)
+OLDEST = (1, 0)
+OLDEST_OF_DPO = (1, 16)
+NEWEST = (1, 16)
 EXCLUDED = ("1.15.0",)
 SAME = 1e-4
 """Mean gap between TRL's log-probabilities and the recorder's [nats] below which TRL's own forward pass gives the statistics."""
@@ -69,7 +71,8 @@ def check_grpo(trainer: Any) -> None:
     from trl import GRPOTrainer
 
     check_setup(trainer)
-    round_, update = generate_every(trainer), trainer.args.gradient_accumulation_steps
+    round_ = generate_every(trainer)
+    update = trainer.args.gradient_accumulation_steps
     numbers = f"steps_per_generation × num_iterations = {round_} and gradient_accumulation_steps = {update}"
     refuse((round_ % update and update % round_, f"{numbers}: one must divide the other"))
     if type(trainer).compute_loss is not GRPOTrainer.compute_loss:
@@ -103,7 +106,9 @@ class GrpoRecorder(TrainerRecorder):
     def __init__(
         self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any
     ) -> None:
-        args, loss, held = trainer.args, str(trainer.loss_type), trainer.loss_type in HELD_CONSTANT
+        args = trainer.args
+        loss = str(trainer.loss_type)
+        held = trainer.loss_type in HELD_CONSTANT
         notes = (
             [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"]
             if held
@@ -145,7 +150,8 @@ class GrpoRecorder(TrainerRecorder):
         return rewards
 
     def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        training, started = self.model.training, time.perf_counter()
+        training = self.model.training
+        started = time.perf_counter()
         output: dict[str, Any] = self._original["_generate_and_score_completions"](inputs)
         if training:
             self.together(lambda: self._generated(output, started))
@@ -172,7 +178,8 @@ class GrpoRecorder(TrainerRecorder):
                 f"advantages have shape {tuple(advantage.shape)}; recording needs one a completion"
             )
         # TRL has gathered the rewards, in the order of processes; rows and advantages are each process's own.
-        n, device = len(advantage), advantage.device
+        n = len(advantage)
+        device = advantage.device
         mine = torch.arange(n) + distributed.rank() * n
         prompt = mine // self.group_size  # a group may be in two processes
         rollouts = rollouts_of(
@@ -205,7 +212,8 @@ class GrpoRecorder(TrainerRecorder):
             self._current = None
 
     def _logps(self, *args: Any, **kwargs: Any) -> Any:
-        compute, hidden = self._original["_get_per_token_logps_and_entropies"], list[Tensor]()
+        compute = self._original["_get_per_token_logps_and_entropies"]
+        hidden = list[Tensor]()
         if self._current is None:
             return compute(*args, **kwargs)
         hook: Any = nullcontext()
@@ -224,10 +232,14 @@ class GrpoRecorder(TrainerRecorder):
 
         `hidden` (n, P+T, d) is what the output layer got, where the tokens' statistics come from it.
         """
-        started, numbers = time.perf_counter(), inputs[ROW]
-        serial, rows = int(numbers[0, 0]), numbers[:, 1].cpu()
+        started = time.perf_counter()
+        numbers = inputs[ROW]
+        serial = int(numbers[0, 0])
+        rows = numbers[:, 1].cpu()
         if self._reads_loss and not self.capture.updates:
-            batch, width, head = self.capture.batch(serial), logp.shape[1], self.policy.head
+            batch = self.capture.batch(serial)
+            width = logp.shape[1]
+            head = self.policy.head
             mask = batch.rollout_batch.rollouts.completion_mask[
                 rows.to(batch.device), :width
             ].bool()
@@ -250,7 +262,8 @@ class GrpoRecorder(TrainerRecorder):
 
         def again() -> Any:
             """TRL's loss of the micro-batch at the present weights."""
-            known, numbers = inputs.get("old_per_token_logps"), inputs[ROW]
+            known = inputs.get("old_per_token_logps")
+            numbers = inputs[ROW]
             if known is None:
                 logp = self.capture.batch(int(numbers[0, 0])).tokens.stats.logp
                 known = logp[numbers[:, 1].to(logp.device)][
@@ -278,7 +291,8 @@ def rollouts_of(
     # Not from the mask: it is 0 throughout a completion that TRL excludes from the loss (mask_truncated_completions).
     lengths = torch.tensor([len(row) for row in ids], device=mask.device)
     present = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-    tools, sampler = output.get("tool_mask"), output.get("sampling_per_token_logps")
+    tools = output.get("tool_mask")
+    sampler = output.get("sampling_per_token_logps")
     ends = [bool(row) and row[-1] in eos_ids for row in ids]
     contents = [row[:-1] if end else row for row, end in zip(ids, ends, strict=True)]
     completions = Completions(
@@ -302,11 +316,13 @@ def rollouts_of(
 @torch.no_grad()
 def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, Tensor]:
     """What a trainer's loss does with the tokens of TRL's batch of n rows, see `Step.use`; `logp` (n, T) is what it differentiates."""
-    inside, logp = inputs["completion_mask"].bool(), logp.detach()
+    inside = inputs["completion_mask"].bool()
+    logp = logp.detach()
     if inputs.get("tool_mask") is not None:
         inside = inside & inputs["tool_mask"].bool()
     sequences = trainer.importance_sampling_level == "sequence"
-    old, reference = inputs.get("old_per_token_logps"), inputs.get("ref_per_token_logps")
+    old = inputs.get("old_per_token_logps")
+    reference = inputs.get("ref_per_token_logps")
     change = deviation = (
         torch.zeros_like(logp) if old is None else torch.where(inside, logp - old, 0.0)
     )
@@ -314,7 +330,8 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, 
         change = (change.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)).expand(
             logp.shape
         )
-    ratio, advantage = change.exp(), inputs["advantages"][:, None].expand(logp.shape)
+    ratio = change.exp()
+    advantage = inputs["advantages"][:, None].expand(logp.shape)
     clipped = _clipped(trainer, ratio, advantage)
     made = {
         "ratio": torch.where(inside, ratio, 1.0),
@@ -343,7 +360,8 @@ def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
         return ((ratio > trainer.epsilon_high) & (advantage != 0)).int()
     if trainer.loss_type in ("sapo", "vespo"):  # they have no clip
         return torch.zeros_like(ratio, dtype=torch.int32)
-    low, high = float(trainer.epsilon_low), float(trainer.epsilon_high)
+    low = float(trainer.epsilon_low)
+    high = float(trainer.epsilon_high)
     killed = gradient_killed(PpoClip.model_construct(low=low, high=high), ratio, advantage)
     # two-sided: a negative token with a ratio above delta has no gradient either
     if trainer.args.delta is not None:

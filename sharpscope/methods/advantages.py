@@ -165,7 +165,8 @@ def _token_baseline(groups: _Groups, mask: Tensor, logp: Tensor, collision: Tens
     # ‖p − e_y‖² is not negative; rounding of its summands is
     energy = torch.where(mask, 1 - 2 * logp.double().exp() + collision.double(), 0.0).clamp(min=0)
     energy = energy.cumsum(1)  # (N, T): V up to each token
-    value, width = groups.value[:, None].expand(mask.shape), mask.shape[1]
+    value = groups.value[:, None].expand(mask.shape)
+    width = mask.shape[1]
     # (N, T) -> index into (groups · T)
     cell = groups.member[:, None] * width + (mask.cumsum(1) - 1).clamp(min=0)
 

@@ -57,7 +57,8 @@ def policy_loss(
     log_ratio = torch.where(mask, logp - center, 0.0).clamp(max=LARGEST_LOG_RATIO)
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
-    weight, vespo = plan.weight, method.clip is not None and method.clip.kind == "vespo"
+    weight = plan.weight
+    vespo = method.clip is not None and method.clip.kind == "vespo"
     if isinstance(method.clip, parts.GmpoClip):
         objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
     elif isinstance(method.clip, parts.FiberClip):
@@ -86,7 +87,8 @@ def policy_loss(
             loss
             + (torch.where(below, plan.penalty * k3(logp, plan.proxy_logp), 0.0) * active).sum()
         )
-    kl, divergence = torch.zeros_like(logp), None
+    kl = torch.zeros_like(logp)
+    divergence = None
     if reference_logp is not None:
         reference_logp = torch.where(mask, reference_logp.detach(), 0.0)
         kl = k3(logp, reference_logp)
@@ -119,7 +121,8 @@ class MethodState:
         """The averaged weights of a step that starts at `weights`; remembered."""
         self.average_sum = decay * self.average_sum + 1.0
         if len(self.average) != len(weights):
-            self.average, self.average_sum = [w.detach().clone() for w in weights], 1.0
+            self.average = [w.detach().clone() for w in weights]
+            self.average_sum = 1.0
         for mean, now in zip(self.average, weights, strict=True):
             mean.lerp_(now.detach(), 1.0 / self.average_sum)
         return self.average
@@ -188,7 +191,8 @@ def clipped_objective(
             gate = torch.sigmoid(-advantage * logp.detach() / clip.eta)
             return gate * advantage * logp, nowhere
         case parts.CispoClip():
-            low, high = ratio.detach() < 1 - clip.low, ratio.detach() > 1 + clip.high
+            low = ratio.detach() < 1 - clip.low
+            high = ratio.detach() > 1 + clip.high
             objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
             return objective, torch.where(advantage == 0, 0, high.int() - low.int())
         case parts.PpoClip():
@@ -207,7 +211,8 @@ def gmpo_objective(
     """
     positive = advantage > 0
     bounded = torch.where(positive, log_ratio.clamp(max=clip.high), log_ratio.clamp(min=-clip.low))
-    above, below = positive & (log_ratio > clip.high), (advantage < 0) & (log_ratio < -clip.low)
+    above = positive & (log_ratio > clip.high)
+    below = (advantage < 0) & (log_ratio < -clip.low)
     return importance_ratio(
         parts.SequenceRatio(), bounded, mask
     ) * advantage, above.int() - below.int()
@@ -258,7 +263,8 @@ def dppo_masked(clip: parts.DppoMask, ratio: Tensor, advantage: Tensor, logp: Te
     if clip.divergence == "tv":
         divergence = (now - old).abs()
     else:
-        tiny, log_ratio = torch.finfo(logp.dtype).tiny, ratio.log()
+        tiny = torch.finfo(logp.dtype).tiny
+        log_ratio = ratio.log()
         rest_now = -torch.expm1(logp)  # 1 − p
         rest_old = (-torch.expm1(logp - log_ratio)).clamp(min=0)
         log_rest = rest_old.clamp(min=tiny).log() - rest_now.clamp(min=tiny).log()
@@ -344,7 +350,9 @@ def token_normalizer(
         dtype: of the result, (n, T) and 0 outside the mask.
     """
     mask = counted = mask.bool()
-    how, rows, counts = method.aggregate, mask.shape[0], mask.to(dtype)
+    how = method.aggregate
+    rows = mask.shape[0]
+    counts = mask.to(dtype)
     if how.startswith("kept"):
         if keep is None and method.tokens is not None:
             raise ValueError(f"aggregate={how} needs keep")

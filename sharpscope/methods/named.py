@@ -136,7 +136,8 @@ def describe(name: str) -> MethodNote:
     """Return the description of a named method (methods.yaml), a control or the user's own weights (`module:function`)."""
     if name in methods():
         return methods()[name]
-    method, (base_name, suffix) = named_method(name), _base_and_suffix(name)
+    method = named_method(name)
+    (base_name, suffix) = _base_and_suffix(name)
     if not suffix:
         differs = "The function's weights multiply the clipped surrogate."
         return MethodNote(

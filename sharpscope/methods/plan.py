@@ -344,7 +344,8 @@ def _kept(
 
 def token_bins(step: StepTensors) -> dict[str, Tensor]:
     """Loss tokens (N, T) bool by bin: sign of A (pos, neg), and π at least Σ_v π_v² (peak) or below (valley). See `BinTokens`."""
-    mask, advantage = step.mask.bool(), step.token_advantage
+    mask = step.mask.bool()
+    advantage = step.token_advantage
     peak = step.logp.exp() >= step.collision
     signs = {"pos": mask & (advantage > 0), "neg": mask & (advantage < 0)}
     kinds = {"peak": peak, "valley": ~peak}

@@ -238,7 +238,8 @@ class CovarianceGaussianWeight(Weighting):
 
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The kernel of each token's covariance, in the form that `over` names."""
-        mask, covariance = step.mask.bool(), step.covariance  # c is 0 outside the mask
+        mask = step.mask.bool()
+        covariance = step.covariance  # c is 0 outside the mask
         if self.over == "completion":
             count = mask.sum(1, keepdim=True).clamp(min=1)
             mean = covariance.sum(1, keepdim=True) / count  # (N, 1)
@@ -246,7 +247,8 @@ class CovarianceGaussianWeight(Weighting):
             std = (square / count).sqrt()
         else:
             inside = covariance[mask]
-            mean, std = inside.mean(), inside.std(correction=0)
+            mean = inside.mean()
+            std = inside.std(correction=0)
         # equal values differ by rounding
         varies = std > 1e-12 * covariance.abs().amax(1, keepdim=True)
         middle = 0.0 if self.over == "group" else mean
@@ -306,7 +308,8 @@ class PolarityWeight(Weighting):
 
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """1 ± alpha·phase by the sign of the token's entropy change."""
-        alpha, target = number(self.alpha), number(self.target)
+        alpha = number(self.alpha)
+        target = number(self.target)
         entropy = float(step.entropy[step.mask.bool()].double().mean())
         phase = max(-1.0, min(1.0, (target - entropy) / target))
         return 1 + alpha * phase * xp.sign(-step.token_advantage * step.polarity)
@@ -352,7 +355,8 @@ class StareWeight(Weighting):
 
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """W and M on the most surprising tokens, 1 on the others and while the entropy is high."""
-        mask, weight = step.mask.bool(), xp.ones_like(step.logp)
+        mask = step.mask.bool()
+        weight = xp.ones_like(step.logp)
         if float(step.entropy[mask].double().mean()) >= self.target:
             return weight
         for sign, value in ((1, self.W), (-1, self.M)):
@@ -377,7 +381,8 @@ class PepoWeight(Weighting):
 
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The windowed softmax of the entropies, with mean 1 over a completion, where A > 0."""
-        mask, half = step.mask.bool(), self.window // 2
+        mask = step.mask.bool()
+        half = self.window // 2
         # (N, T) loss tokens first, in order
         order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)
         inside = mask.gather(-1, order)
@@ -437,7 +442,8 @@ class EffectWeight(Weighting):
             raise UserError(
                 "method.weight.kind = effect: needs the effects of each step, which only this package's training computes"
             )
-        mask, effect = step.mask.bool(), step.effect.double()
+        mask = step.mask.bool()
+        effect = step.effect.double()
         size = effect[mask].square().mean().sqrt()
         scaled = xp.where(mask, effect, 0.0) / xp.where(size > 0, size, 1.0)
         weight = 1 - self.strength * xp.tanh(scaled)
@@ -478,7 +484,8 @@ class CustomWeight(Weighting):
             code = getattr(inspect.unwrap(function), "__code__", None)
             problem = what_raised(error, code.co_filename if code else None)
             raise UserError(f"method.weight: {self.title} failed with {problem}") from error
-        shape, given = tuple(step.mask.shape), tuple(getattr(weight, "shape", ()))
+        shape = tuple(step.mask.shape)
+        given = tuple(getattr(weight, "shape", ()))
         if not isinstance(weight, xp.Tensor) or given != shape or not weight.is_floating_point():
             found = (
                 f"{type(weight).__name__} of shape {given} and type {getattr(weight, 'dtype', '?')}"
@@ -486,7 +493,8 @@ class CustomWeight(Weighting):
             raise UserError(
                 f"method.weight: {self.title} returned {found}; it must be a float tensor (N, T) = {shape}"
             )
-        inside, (low, high) = weight[step.mask.bool()], self.bounds or (-math.inf, math.inf)
+        inside = weight[step.mask.bool()]
+        (low, high) = self.bounds or (-math.inf, math.inf)
         if bool(((inside < low - 1e-6) | (inside > high + 1e-6)).any()):
             found = f"[{float(inside.min()):.4g}, {float(inside.max()):.4g}]"
             raise UserError(
@@ -592,7 +600,9 @@ class SigmoidWeight(Weighting):
 
         With a = logit(L/alpha + mu) and b = logit(U/alpha + mu): tau = (u90 − u10)/(b − a), u0 = u10 − a·tau.
         """
-        known, mask, u = self.constants(), step.mask.bool(), self.statistic(step)
+        known = self.constants()
+        mask = step.mask.bool()
+        u = self.statistic(step)
         weight = self.with_preset("auto", "calibrated")
         if {"tau", "u0"} <= set(known):
             return weight.replace(**known)
@@ -602,7 +612,8 @@ class SigmoidWeight(Weighting):
             raise UserError(
                 f"method.weight.percentiles = {self.percentiles}: {why}; set tau and u0"
             )
-        u10, u90 = percentile(u, mask, 10, mass), percentile(u, mask, 90, mass)
+        u10 = percentile(u, mask, 10, mass)
+        u90 = percentile(u, mask, 90, mass)
         a, b = (
             _logit(known[name] / known["alpha"] + known["mu"], name, known[name])
             for name in ("L", "U")
@@ -698,7 +709,8 @@ class ShuffledWeight(Control):
         """The weights of `of`, permuted or drawn within each completion."""
         if generator is None:
             raise ValueError("shuffled weights need a generator")
-        weight, mask = self.of.evaluate(step, xp, generator), step.mask.bool()
+        weight = self.of.evaluate(step, xp, generator)
+        mask = step.mask.bool()
         key = xp.rand(
             mask.shape, generator=generator, device=generator.device, dtype=xp.float64
         ).to(weight.device)

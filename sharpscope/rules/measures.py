@@ -149,7 +149,8 @@ def _fall(y: Values, recent: int, window: int, last: bool) -> Values:
     if len(y) < recent + 1:
         return out
     best_so_far = np.fmax.accumulate(trailing(y, window, min(3, recent) if recent <= 5 else recent))
-    now, best = trailing(y, recent, recent)[recent:], best_so_far[:-recent]
+    now = trailing(y, recent, recent)[recent:]
+    best = best_so_far[:-recent]
     known = np.minimum(np.arange(recent, len(y)) - recent + 1, window)  # steps of the mean before
     lowest = np.fmin.accumulate(np.where(np.isnan(now), best, now))
     drop = best - now
@@ -173,7 +174,8 @@ def _fall(y: Values, recent: int, window: int, last: bool) -> Values:
 
 def trailing_std(y: Values, window: int) -> Values:
     """Standard deviation of the last `window` values up to each (n,)."""
-    mean_of_squares, square_of_mean = trailing(y * y, window), trailing(y, window) ** 2
+    mean_of_squares = trailing(y * y, window)
+    square_of_mean = trailing(y, window) ** 2
     return np.sqrt(np.maximum(mean_of_squares - square_of_mean, 0))
 
 
@@ -187,13 +189,18 @@ def reward_gap(history: History) -> Values:
     out = _nothing(history)
     if "accuracy" not in history or "reward" not in history:
         return out
-    best, then, gap_before = -np.inf, np.nan, np.inf
+    best = -np.inf
+    then = np.nan
+    gap_before = np.inf
     for at in np.flatnonzero(np.isfinite(history["accuracy"])).tolist():
-        accuracy, rewards = history["accuracy"][at], history["reward"][: at + 1]
+        accuracy = history["accuracy"][at]
+        rewards = history["reward"][: at + 1]
         rewards = rewards[np.isfinite(rewards)]
         level = float(rewards[-WINDOW:].mean()) if len(rewards) else np.nan
         if accuracy >= best:
-            best, then, gap_before = accuracy, level, 0.0
+            best = accuracy
+            then = level
+            gap_before = 0.0
             out[at] = 0.0
             continue
         high = level >= then and rewards[-5:].mean() >= then
@@ -390,7 +397,8 @@ def drift(history: History) -> Values:
     if "grad_norm" not in history or "entropy" not in history:
         return out
     known = np.flatnonzero(np.isfinite(history["entropy"]))
-    entropy, still = history["entropy"][known], history["grad_norm"][known] == 0
+    entropy = history["entropy"][known]
+    still = history["grad_norm"][known] == 0
     # of the steps without a gradient
     start = np.maximum.accumulate(np.where(still, 0, np.arange(len(known)) + 1))
     if len(known) > 1:  # a step's gradient is known after its entropy
@@ -417,7 +425,8 @@ def policy_change(history: History) -> Values:
         now = sliding_window_view(reward, after)[1:].mean(axis=1)
         fell = np.flatnonzero((before > 0) & (now <= 0.05 * before) & (entropy[:-after] > 0))
         for at in fell:  # those steps' updates did it
-            earlier, later = entropy[max(0, at - WINDOW) : at + 1], entropy[at + 1 : at + 4]
+            earlier = entropy[max(0, at - WINDOW) : at + 1]
+            later = entropy[at + 1 : at + 4]
             spread = 1.4826 * float(np.median(np.abs(earlier - np.median(earlier))))
             spread = max(spread, float(np.std(later)) / 2)
             if abs(later.mean() - np.median(earlier)) > 4 * spread:
@@ -611,7 +620,8 @@ def moved(y: Values) -> float:
     """Largest distance of the mean of a tenth of a series from that of the first, in standard errors."""
     n = max(1, min(len(y) // 2, max(5, round(len(y) / 10))))
     means = np.array([part.mean() for part in np.array_split(y, len(y) // n)])
-    gap, noise = float(np.abs(means - means[0]).max()), float(step_noise(y)[-1])
+    gap = float(np.abs(means - means[0]).max())
+    noise = float(step_noise(y)[-1])
     return gap / (noise * np.sqrt(2 / n)) if noise > 0 else (np.inf if gap > 0 else 0.0)
 
 

@@ -68,7 +68,8 @@ def by_pyhessian(
     """
     # `pyhessian.hessian` the attribute is the class of that name
     library = _library("pyhessian.hessian", "pyhessian")
-    model, parameters = _PyHessianModel(surface), surface.parameters
+    model = _PyHessianModel(surface)
+    parameters = surface.parameters
     torch.manual_seed(start.seed)
     # the closure has the data
     nothing = {
@@ -126,7 +127,8 @@ class MeanNll(nn.Module):
 
     def __init__(self, surface: LmSurface) -> None:
         super().__init__()
-        self.model, self.temperature = surface.model, surface.objective.temperature
+        self.model = surface.model
+        self.temperature = surface.objective.temperature
         self._batch = surface.objective.batch
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -167,9 +169,12 @@ def by_curvlinops(
         )
     from scipy.sparse.linalg import eigsh
 
-    parameters, rows = list(surface.parameters), torch.zeros(1, 1)
-    data, size = [(rows, torch.zeros(1))], hessian.size
-    model, options = MeanNll(surface), {"check_deterministic": False, "num_data": 1}
+    parameters = list(surface.parameters)
+    rows = torch.zeros(1, 1)
+    data = [(rows, torch.zeros(1))]
+    size = hessian.size
+    model = MeanNll(surface)
+    options = {"check_deterministic": False, "num_data": 1}
     # The loss is the model's output itself: a mean over one number.
     first = nn.L1Loss(reduction="sum")
     torch.manual_seed(start.seed)

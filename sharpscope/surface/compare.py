@@ -33,7 +33,8 @@ def token_changes(base: LmSurface, tuned: LmSurface) -> pd.DataFrame:
     """
     import pandas as pd
 
-    tables, batch = [], base.objective.batch
+    tables = []
+    batch = base.objective.batch
     prompts = torch.tensor(batch.prompts)
     for row in range(len(batch)):
         index = torch.tensor([row], device=batch.lengths.device)
@@ -63,7 +64,8 @@ def change_curvature(surface: LmSurface, change: Tensor, seed: int) -> list[Esti
     error, an estimate of the mean eigenvalue tr H/P.
     """
     found = curvature(surface, None, seed, trace_probes=0, along={"change": change}, by_prompt=True)
-    operator, draws = surface.hessian(), torch.Generator().manual_seed(seed)
+    operator = surface.hessian()
+    draws = torch.Generator().manual_seed(seed)
     values = torch.tensor(
         [
             quadratic_form(operator, torch.randn(operator.size, generator=draws).to(change))

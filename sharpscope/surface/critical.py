@@ -155,7 +155,9 @@ def critical_sharpness(
         outcome: Outcome = "not descent" if math.isfinite(loss) else "not finite"
         if math.isfinite(loss) and not (slope is not None and slope <= 0):
             outcome = search.run(guess)
-        root, rounding, ends = search.root, math.nan, (math.nan, math.nan)
+        root = search.root
+        rounding = math.nan
+        ends = (math.nan, math.nan)
         if outcome == "found":
             rounding = line.rounding(root)
         if outcome == "found" and interval:
@@ -294,7 +296,8 @@ class _Search:
 
     def _outside(self) -> float:
         """The next η while all losses are on one side of L(θ)."""
-        margin, root = self.tolerance / 3, self._secant()
+        margin = self.tolerance / 3
+        root = self._secant()
         # Where the quotient is far from a line, secants creep: after one of them, step by at least a factor of 2. Not where the
         # loss has risen again by half of its fall: the first crossing is near, and the loss may fall again behind it.
         least = 1 + self.tolerance if len(self.quotient) < 2 else 2.0
@@ -310,7 +313,8 @@ class _Search:
 
     def _inside(self) -> float:
         """The next η in the bracket: next to the secant's zero, on the side of the farther end."""
-        margin, root = self.tolerance / 3, self._secant()
+        margin = self.tolerance / 3
+        root = self._secant()
         middle = math.sqrt(self.lower * self.upper)
         if root is None or not self.lower < root < self.upper:
             return middle
@@ -345,7 +349,8 @@ class _Line:
         for tensor, part in zip(tensors, direction, strict=True):
             if part is None:
                 continue
-            weights, along = local_part(tensor), local_part(part)
+            weights = local_part(tensor)
+            along = local_part(part)
             if weights.shape != along.shape:
                 given = f"direction, a tensor of shape {tuple(part.shape)}"
                 raise UserError(f"{given}: its parameter's is {tuple(tensor.shape)}")

@@ -209,7 +209,8 @@ def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Est
         if (norm := length(direction)) > 0:
             with moved(surface.parameters, direction * (rho / norm)):
                 values[half] = one.by_prompt() - start
-    value, ceiling = float(values.mean()), surface.ceiling(float(base.mean()))
+    value = float(values.mean())
+    ceiling = surface.ceiling(float(base.mean()))
     known = math.isfinite(value)
     estimate = Estimate(
         "perturbation",
@@ -247,7 +248,8 @@ def average_sharpness(
         each = None if base is None else surface.by_prompt()
         return torch.tensor([surface.value()], dtype=torch.float64) if each is None else each
 
-    start, rises = loss() if base is None else base.double(), []
+    start = loss() if base is None else base.double()
+    rises = []
     for _ in range(samples):
         parts = [
             torch.randn(p.shape, generator=generator) * (unit * norm / math.sqrt(p.numel()))
@@ -298,7 +300,8 @@ def find_radius(surface: Surface) -> Radius:
     """
     began = time.perf_counter()
     loss, gradient = surface.gradient()
-    ceiling, norm = surface.ceiling(loss), length(gradient)
+    ceiling = surface.ceiling(loss)
+    norm = length(gradient)
 
     def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
         return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
@@ -310,8 +313,11 @@ def find_radius(surface: Surface) -> Radius:
         why = f"no radius: {reason}, so the expected failure cannot rise; set probes.rho"
         return ended(math.nan, math.nan, 0, why)
     rho = TARGET_SATURATION * ceiling / norm
-    lower, upper, factor = 0.0, math.inf, 2.0
-    best, seen = (math.inf, math.nan, math.nan), []  # (distance, rho, saturation)
+    lower = 0.0
+    upper = math.inf
+    factor = 2.0
+    best = (math.inf, math.nan, math.nan)
+    seen = []  # (distance, rho, saturation)
     for number in range(1, EVALUATIONS + 1):
         try:
             with moved(surface.parameters, gradient * (rho / norm)):
@@ -331,7 +337,8 @@ def find_radius(surface: Surface) -> Radius:
         if lower > 0 and math.isfinite(upper):
             rho = math.sqrt(lower * upper)
         else:
-            rho, factor = rho * factor if lower > 0 else rho / factor, 2 * factor
+            rho = rho * factor if lower > 0 else rho / factor
+            factor = 2 * factor
     limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g} (found {', '.join(seen[-3:])})"
     why = (
         ""

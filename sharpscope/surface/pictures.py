@@ -51,7 +51,8 @@ def random_direction(surface: LmSurface, seed: int, path: Tensor | None = None) 
 
     A filter is a row of a matrix, an output; vectors such as the gains of a norm do not move.
     """
-    draws, parts = torch.Generator().manual_seed(seed), []
+    draws = torch.Generator().manual_seed(seed)
+    parts = []
     for weights in surface.parameters:
         noise = torch.randn(weights.shape, generator=draws).to(weights)
         if weights.dim() < 2:
@@ -93,7 +94,8 @@ def slices(
     """
     import pandas as pd
 
-    base, rows = surface.by_prompt(), []
+    base = surface.by_prompt()
+    rows = []
     for name, along in directions.items():
         reached = np.linspace(-reach, reach, points)
         low, high = sorted((0.0, along.start))
@@ -164,7 +166,8 @@ def tables(
     reach = 2 * rho
     if path is not None:
         reach = max(reach, length(path))
-    pair, steps = [directions[name] for name in names], [] if path is None else [path]
+    pair = [directions[name] for name in names]
+    steps = [] if path is None else [path]
     made = {
         "slices": slices(surface, directions, reach=reach),
         "plane": plane(surface, *pair, reach=reach, path=steps).assign(axes=" and ".join(names)),
@@ -185,7 +188,8 @@ def token_curvatures(surface: LmSurface) -> pd.DataFrame:
 
     prompts = torch.tensor(surface.objective.batch.prompts)
     few = surface.prompts(prompts < READ)
-    objective, found = few.objective, list[tuple[dict[str, float], Tensor]]()
+    objective = few.objective
+    found = list[tuple[dict[str, float], Tensor]]()
     for row in range(len(objective.batch)):
         index = torch.tensor([row], device=objective.batch.lengths.device)
         logp = few.logp_of(index)

@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from sharpscope.policy import Policy, Rollouts
 
 TOLERANCE = 1e-2  # relative residual of eigenpairs
-TOP, MAX_PRODUCTS, TRACE_PROBES = 2, 60, 4
+TOP = 2
+MAX_PRODUCTS = 60
+TRACE_PROBES = 4
 """Eigenvalues, Hessian-vector products for them, and random vectors for the trace."""
 
 
@@ -166,7 +168,8 @@ class Point:
 
 def _losses(point: Point) -> Iterator[list[Estimate]]:
     """The loss, and the norm of its gradient."""
-    loss, norm = point.at[0], length(point.at[1])
+    loss = point.at[0]
+    norm = length(point.at[1])
     no_loss = "" if math.isfinite(loss) else "the loss is not finite"
     no_norm = "" if math.isfinite(norm) else "the gradient is not finite"
     rows = [with_prompts(Estimate("loss", "loss", loss, why=no_loss), point.base)]
@@ -192,7 +195,8 @@ def _perturbations(point: Point) -> Iterator[list[Estimate]]:
 
 def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     """Eigenvalues, trace and density of the operators on the first prompts, for each selection of parameters."""
-    spec, objective = point.spec, point.surface.objective
+    spec = point.spec
+    objective = point.surface.objective
     if not spec.curvature_prompts:
         return
     few = point.surface.prompts(torch.tensor(objective.batch.prompts) < spec.curvature_prompts)
@@ -421,7 +425,8 @@ def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
     solutions: list[tuple[int, ...]] = [()] * prompts
     for cut in (False, True):
         for row in range(len(rollouts.input_ids)):
-            prompt, length = int(rollouts.group[row]), int(rollouts.completion_mask[row].sum())
+            prompt = int(rollouts.group[row])
+            length = int(rollouts.completion_mask[row].sum())
             complete = length > 0 and bool(rollouts.completion_mask[row, :length].all())
             right = float(drawn.correct[row]) == 1.0 and bool(rollouts.truncated[row]) == cut
             if complete and right and not solutions[prompt]:
@@ -456,7 +461,8 @@ def probe_set_batches(
     """Batches of a probe set, one for each split that the spec names, whose completions are drawn when it is requested."""
     for split in probe_set.splits:
         if split in spec.splits:
-            objectives, part = [], seed(split)
+            objectives = []
+            part = seed(split)
             for name in dict.fromkeys(spec.functionals):
                 if name == "nll":
                     objectives.append(Objective(name, probe_set.solutions(split), temperature))

@@ -149,7 +149,8 @@ def opened(
         )
     surface = Surface(loss_fn, parameters)
     known = remembered_closure(loss_fn, surface.parameters) if check == "first" else {}
-    precision, attention = working_precision(parameters), sdpa_kernel(SDPBackend.MATH)
+    precision = working_precision(parameters)
+    attention = sdpa_kernel(SDPBackend.MATH)
     with random_state(), gradients(parameters), precision, attention, torch.enable_grad():
         first, rounding = surface.value(), 64 * torch.finfo(common_dtype(surface.parameters)).eps
 
@@ -296,12 +297,14 @@ def _error(
 
     The first step is u^(1/3)·ℓ/‖v‖, ℓ at most ‖θ‖ and the length over which `function` changes by its own size.
     """
-    size, along = float(derivative.norm()), float(vector.norm())
+    size = float(derivative.norm())
+    along = float(vector.norm())
     if not (math.isfinite(size) and bool(base.isfinite().all())):
         return math.nan
     rounding = torch.finfo(common_dtype(surface.parameters)).eps
     lengths = [math.sqrt(sum(length(p) ** 2 for p in surface.parameters))]
-    lengths += [float(base.norm()) * along / size] if size > 0 else []
+    if size > 0:
+        lengths.append(float(base.norm()) * along / size)
     scale = min((value for value in lengths if value > 0), default=1.0)
     last: Tensor | None = None
     wrong = math.nan

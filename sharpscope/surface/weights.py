@@ -25,7 +25,8 @@ def trained_pairs(base: nn.Module, tuned: nn.Module) -> list[tuple[str, Tensor, 
     Raises:
         UserError: the models have other parameters or shapes.
     """
-    before, pairs = dict(base.named_parameters()), []
+    before = dict(base.named_parameters())
+    pairs = []
     for name, parameter in tuned.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -70,9 +71,11 @@ def weight_changes(base: nn.Module, tuned: nn.Module) -> pd.DataFrame:
     rows = []
     for name, before, after in trained_pairs(base, tuned):
         kind, *layer = groups[name]
-        first, last = before.double(), after.double()
+        first = before.double()
+        last = after.double()
         change = last - first
-        size, whole = float(change.norm()), float(first.norm())
+        size = float(change.norm())
+        whole = float(first.norm())
         row = {
             "name": name,
             "layer": layer[0].removeprefix("layers.") if layer else kind,

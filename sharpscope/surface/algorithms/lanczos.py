@@ -160,7 +160,10 @@ def eigenpairs(
     upper = min(upper, wanted)
     lower = wanted - upper
     space = Krylov(operator, min(capacity, max(max_products, wanted)), generator)
-    spent, restarted, met, last = 0, False, 0, np.full(wanted, np.inf)
+    spent = 0
+    restarted = False
+    met = 0
+    last = np.full(wanted, np.inf)
     scale = float(np.finfo(np.float64).tiny)
     while True:
         space.extend()

@@ -14,7 +14,8 @@ class Operator:
     """A symmetric linear map (P,) → (P,) of flat vectors like some parameters, which counts its `products`."""
 
     def __init__(self, parameters: Sequence[Tensor], product: Callable[[Tensor], Tensor]) -> None:
-        self.size, self.device = sum(p.numel() for p in parameters), parameters[0].device
+        self.size = sum(p.numel() for p in parameters)
+        self.device = parameters[0].device
         self.dtype = common_dtype(parameters)
         self.products = 0
         self._product = product

@@ -66,12 +66,15 @@ class FiniteDifference(Operator):
         return self._at(vector / size, self._step) * size
 
     def _at(self, unit: Tensor, step: float) -> Tensor:
-        upper, lower = self._gradient_at(unit * step), self._gradient_at(unit * -step)
+        upper = self._gradient_at(unit * step)
+        lower = self._gradient_at(unit * -step)
         return (upper - lower) / (2 * step)
 
     def _calibrate(self, unit: Tensor) -> None:
         """Choose the step along a unit vector, and measure the error there."""
-        step, worse, self.error = self._first, 0, math.inf
+        step = self._first
+        worse = 0
+        self.error = math.inf
         last = self._at(unit, step)
         for _ in range(FACTORS - 1):
             wider = self._at(unit, FACTOR * step)
@@ -82,4 +85,5 @@ class FiniteDifference(Operator):
                 self.error, self._step = error, step
             if worse == 2 or error == 0:
                 break
-            last, step = wider, FACTOR * step
+            last = wider
+            step = FACTOR * step

@@ -16,7 +16,9 @@ class Preconditioned(Operator):
 
     def __init__(self, operator: Operator, scale: Tensor) -> None:
         self.inside, self.scale = operator, scale
-        self.size, self.device, self.dtype = operator.size, operator.device, operator.dtype
+        self.size = operator.size
+        self.device = operator.device
+        self.dtype = operator.dtype
         self.products = 0
         if scale.shape != (operator.size,):
             raise UserError(
@@ -41,12 +43,14 @@ def adam_scale(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     scales = []
     for number, parameter in enumerate(parameters):
-        group, state = groups.get(id(parameter)), optimizer.state.get(parameter, {})
+        group = groups.get(id(parameter))
+        state = optimizer.state.get(parameter, {})
         if group is None or not float(state.get("step", 0)) > 0:
             raise UserError(
                 f"optimizer, parameter {number} of shape {tuple(parameter.shape)}: it has no second moment yet; take a step first"
             )
-        steps, (beta1, beta2) = float(state["step"]), group["betas"]
+        steps = float(state["step"])
+        (beta1, beta2) = group["betas"]
         root = (state["exp_avg_sq"] / (1 - beta2**steps)).sqrt() + group["eps"]
         scales.append(((1 - beta1**steps) * root).rsqrt())
     return flatten(scales, parameters)
@@ -55,5 +59,6 @@ def adam_scale(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -
 def threshold(optimizer: torch.optim.Optimizer) -> float:
     """The largest stable eigenvalue of P^(−1/2) H P^(−1/2) at the learning rate, (2 + 2β₁)/((1 − β₁)·lr), of the first group."""
     group = optimizer.param_groups[0]
-    beta1, lr = group["betas"][0], float(group["lr"])
+    beta1 = group["betas"][0]
+    lr = float(group["lr"])
     return (2 + 2 * beta1) / ((1 - beta1) * lr)
