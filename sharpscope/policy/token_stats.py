@@ -100,39 +100,34 @@ def flat_logp(
         few = len(hidden) * bytes_per_row <= KEEP_BYTES.get(hidden.device.type, KEEP_BYTES["cuda"])
         keep_logits = few and head.weight.dtype == hidden.dtype
     if not keep_logits:
-        logp = _in_chunks(_logp, hidden, targets, head, temperature)
+        logp = _in_chunks(_logp, hidden, head, targets, temperature)
         return logp, flat_stats(hidden.detach(), head, targets, temperature) if stats else {}
     z = head.logits(hidden)  # (M, V)
-    logp = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1).gather(
-        1, targets[:, None]
-    )[:, 0]
-    return logp, flat_stats(
-        hidden.detach(), head, targets, temperature, z.detach()
-    ) if stats else {}
+    every = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1)
+    logp = every.gather(1, targets[:, None])[:, 0]
+    if not stats:
+        return logp, {}
+    return logp, flat_stats(hidden.detach(), head, targets, temperature, z.detach())
 
 
 def flat_entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
     """Entropy (M,) [nats] of softmax(z/T) given `hidden` (M, d), differentiable in hidden and the head."""
-    return _in_chunks(_entropy, hidden, targets, head, temperature)
+    return _in_chunks(_entropy, hidden, head, targets, temperature)
 
 
 def _in_chunks(
-    function: Callable[..., Tensor], hidden: Tensor, targets: Tensor, head: Head, temperature: float
+    function: Callable[..., Tensor], hidden: Tensor, head: Head, *given: object
 ) -> Tensor:
-    """Apply `function` to chunks of tokens; the logits are computed again in the backward pass."""
+    """Apply `function` to `hidden` (M, d) and `given`, whose tensors are by token too, in chunks of tokens.
+
+    The logits are computed again in the backward pass.
+    """
     bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
-    parts = [
-        checkpoint(
-            function,
-            hidden[a:b],
-            targets[a:b],
-            head,
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES)
-    ]
+    parts = []
+    for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES):
+        some = (x[a:b] if isinstance(x, Tensor) else x for x in given)
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        parts.append(checkpoint(function, hidden[a:b], head, *some, **options))
     return torch.cat(parts) if parts else hidden.sum(1)
 
 
@@ -140,21 +135,7 @@ def flat_kl(
     hidden: Tensor, head: Head, other_hidden: Tensor, other_head: Head, temperature: float
 ) -> Tensor:
     """KL(p‖q) (M,) [nats] over the whole vocabulary of p = softmax(z/T) and q = softmax(z'/T), differentiable in both."""
-    bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
-    parts = [
-        checkpoint(
-            _kl,
-            hidden[a:b],
-            head,
-            other_hidden[a:b],
-            other_head,
-            temperature,
-            use_reentrant=False,
-            preserve_rng_state=False,
-        )
-        for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES)
-    ]
-    return torch.cat(parts) if parts else hidden.sum(1)
+    return _in_chunks(_kl, hidden, head, other_hidden, other_head, temperature)
 
 
 def _kl(
@@ -167,13 +148,13 @@ def _kl(
     return (p.exp() * (p - q)).sum(-1)
 
 
-def _logp(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
+def _logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, targets[:, None])[
         :, 0
     ]
 
 
-def _entropy(hidden: Tensor, targets: Tensor, head: Head, temperature: float) -> Tensor:
+def _entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
     log_p = torch.log_softmax(head.logits(hidden) / temperature, -1)  # (C, V)
     return -(log_p.exp() * log_p).sum(-1)
 
