@@ -125,9 +125,9 @@ def _in_chunks(
     bytes_per_row = head.weight.shape[0] * max(4, hidden.element_size())
     parts = []
     for a, b in chunks(len(hidden), bytes_per_row, hidden.device, LOGIT_BYTES):
-        some = (x[a:b] if isinstance(x, Tensor) else x for x in given)
-        options = {"use_reentrant": False, "preserve_rng_state": False}
-        parts.append(checkpoint(function, hidden[a:b], head, *some, **options))
+        some = [x[a:b] if isinstance(x, Tensor) else x for x in (hidden, head, *given)]
+        values = checkpoint(function, *some, use_reentrant=False, preserve_rng_state=False)
+        parts.append(values)
     return torch.cat(parts) if parts else hidden.sum(1)
 
 
