@@ -97,10 +97,12 @@ def _measured(
     from sharpscope.config.run import ProbesSpec
     from sharpscope.surface import ProbeBatch, choose_radius, lm_surface
     from sharpscope.surface.compare import change_curvature, sharpness_of, token_changes
+    from sharpscope.surface.spectrum import lanczos_capacity
     from sharpscope.surface.weights import parameter_change, weight_changes
 
     base, tuned = before.model, after.model
     change = parameter_change(base, tuned)
+    lanczos_capacity(change, 2)  # an error before anything expensive
     tables = {"weights": weight_changes(base, tuned)}
     said = list[str]()
     radius = choose_radius(base, ProbeBatch("data", (objective,)), ProbesSpec())

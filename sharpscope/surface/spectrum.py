@@ -108,7 +108,7 @@ def curvature(
             norm = f"its gradient is not finite (norm {start.gradient_norm})"
             return replace(start, why=f"the loss is {loss}, or {norm}")
         wanted = top + int(smallest)
-        capacity = _capacity(gradient, wanted, memory_mb, max_products)
+        capacity = lanczos_capacity(gradient, wanted, memory_mb, max_products)
         plain = surface.operator(operator)
         checked = check_once(known, operator, check, lambda: surface.check(plain))
         used = plain if scale is None else Preconditioned(plain, scale)
@@ -149,15 +149,17 @@ def _check_arguments(
         )
 
 
-def _capacity(gradient: Tensor, wanted: int, memory_mb: float, max_products: int) -> int:
-    """How many Lanczos vectors fit into `memory_mb`; refused where what is needed besides does not fit into memory."""
-    size = len(gradient)
-    capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / gradient.nbytes))
+def lanczos_capacity(
+    vector: Tensor, wanted: int, memory_mb: float = 2048.0, max_products: int = 200
+) -> int:
+    """How many Lanczos vectors like (P,) fit into `memory_mb`; refused where what is needed besides does not fit into memory."""
+    size = len(vector)
+    capacity = max(2 * wanted + 3, int(memory_mb * 2**20 / vector.nbytes))
     # Lanczos vectors, eigenvectors with an orthonormal copy, and eight more for products.
     vectors = min(capacity, max_products, size) + 2 * wanted + 8
     what = f"curvature of {size / 1e6:.3g} million parameters"
     advice = "lower top, or probe a smaller model"
-    require_memory(vectors * gradient.nbytes, gradient.device, what, advice)
+    require_memory(vectors * vector.nbytes, vector.device, what, advice)
     return capacity
 
 

@@ -19,7 +19,7 @@ from sharpscope.analysis.text import UNSURE, interval_text, value_text
 from sharpscope.cli import app, probing
 from sharpscope.errors import UserError
 from sharpscope.policy import PolicySpec, load_policy
-from sharpscope.surface import Estimate, Measured
+from sharpscope.surface import Estimate, Measured, compare, spectrum
 from tests.cli.test_reading import GRPO, invoke
 
 
@@ -258,7 +258,9 @@ def test_compare_measures_what_was_changed(tiny_policy: Path, prompts: Path, tmp
     assert any("accuracy and the swap test: not measured" in line for line in said)
 
 
-def test_compare_refuses_what_it_cannot_compare(tiny_policy: Path, texts: Path, tmp_path: Path):
+def test_compare_refuses_what_it_cannot_compare(
+    tiny_policy: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     out = ("--out", str(tmp_path / "compare"))
     for data, tuned, says in (
         (tmp_path / "none.jsonl", str(tiny_policy), "no such file"),
@@ -266,6 +268,14 @@ def test_compare_refuses_what_it_cannot_compare(tiny_policy: Path, texts: Path, 
     ):
         with pytest.raises(UserError, match=says):
             invoke("compare", str(tiny_policy), tuned, "--data", str(data), *out)
+
+    def none_free(needed: float, device: object, what: str, advice: str) -> None:
+        raise UserError(f"memory: {what}")
+
+    monkeypatch.setattr(spectrum, "require_memory", none_free)
+    monkeypatch.setattr(compare, "token_changes", None)  # not called
+    with pytest.raises(UserError, match="memory: curvature of"):
+        invoke("compare", *[str(tiny_policy)] * 2, "--data", str(texts), *out)
     assert not (tmp_path / "compare").exists()
 
 
