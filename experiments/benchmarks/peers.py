@@ -113,10 +113,18 @@ def pyhessian(surface: LmSurface, vector: Tensor) -> Works:
         found = hessian_vector_product(problem.gradsH, problem.params, parts)
         return flatten(found, surface.parameters)
 
+    def trace() -> float:
+        samples: list[float] = []
+        while (
+            len(samples) < TRACE
+        ):  # it stops at a tolerance of 0, too, where the mean so far is negative
+            samples += problem.trace(maxIter=TRACE - len(samples), tol=0)
+        return sum(samples) / TRACE
+
     return {
         "product": product,
         "eigenvalue": lambda: problem.eigenvalues(maxIter=200, tol=TOLERANCE)[0][0],
-        "trace": lambda: problem.trace(maxIter=TRACE, tol=0),
+        "trace": trace,
     }
 
 
