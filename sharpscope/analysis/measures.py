@@ -58,7 +58,7 @@ def _pooled(run: Run) -> dict[tuple[str, float, str], dict[int, tuple[float, int
         levels.setdefault((split, heat), set()).add(level)
     sums: dict[tuple[str, float, str], dict[int, tuple[float, int]]] = {}
     for split, heat, step, level, n, k, *values in zip(*rows.values(), strict=True):
-        if level == "all" and levels[split, heat] != {"all"}:
+        if n < 1 or (level == "all" and levels[split, heat] != {"all"}):
             continue
         for column, value in zip(columns, values, strict=True):
             if value is None or not math.isfinite(value) or (column == "pass_at_k" and k < 2):

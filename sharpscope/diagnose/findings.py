@@ -212,20 +212,23 @@ def _may_have_caused(cause: Finding, effect: Finding) -> bool:
 def order_of(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Change]:
     """All changes by step: those given, and the beginnings of findings whose quantity has none nearby."""
     known = list(changes)
-    for finding in findings:
+    for finding in filter(_begins_in_order, findings):
         began = finding.began
-        if finding.severity == "info" or not finding.rule.window:
-            continue
-        if began.quantity not in ORDERED + ORDERED_SUPERVISED:
-            continue
-        if not np.isfinite([began.before, began.after]).all():
-            continue
-        if f"{began.before:.3g}" == f"{began.after:.3g}":
-            continue
         near = (c for c in known if c.quantity == began.quantity)
         if not any(abs(c.step - began.step) <= WINDOW for c in near):
             known.append(began)
     return sorted(known, key=lambda change: (change.step, change.quantity))
+
+
+def _begins_in_order(finding: Finding) -> bool:
+    """Whether the beginning of a finding is an event: of a step, of a quantity that is listed, with ends that differ as printed."""
+    began = finding.began
+    if finding.severity == "info" or not finding.rule.window:
+        return False
+    if began.quantity not in ORDERED + ORDERED_SUPERVISED:
+        return False
+    ends_known = bool(np.isfinite([began.before, began.after]).all())
+    return ends_known and f"{began.before:.3g}" != f"{began.after:.3g}"
 
 
 def _stretch(
@@ -381,20 +384,10 @@ def _finding(
     rule: Rule, stretch: _Stretch, history: History, steps: Values, fallen: int | None
 ) -> Finding:
     """A rule's finding; `fallen`: the step from which on the reward falls for good."""
-    last = int(steps[-1])
-    soon = stretch.began.step + max(20, len(steps) // 5) if rule.window == 1 else last
-    harmed = fallen is not None and stretch.began.step - WINDOW <= fallen <= soon
+    harmed = fallen is not None and _before_fall(rule, stretch, steps, fallen)
     rose = fallen is None and _rose(history)
-    helped = rose or bool(solved(history)[-1:].any())
-    worst = float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1]))
-    severity = rule.level(worst, 0 if harmed else 2 if helped else 1)
-    if rule.name == "non_finite":
-        passed = _skipped_updates(stretch, history)
-    else:
-        lately = len(steps) - max(WINDOW, len(steps) // 10)
-        passed = rule.window > 1 and stretch.last < lately
-    if passed and severity != "info":
-        severity = SEVERITIES[SEVERITIES.index(severity) + 1]
+    over = _is_over(rule, stretch, history, len(steps))
+    severity = _severity(rule, stretch, harmed, rose or bool(solved(history)[-1:].any()), over)
     change, measured = _evidence(rule, stretch, history, steps)
     if harmed and rule.name != "reward_collapse":
         change += f"; reward falls from step {fallen}"
@@ -406,9 +399,33 @@ def _finding(
         began=stretch.began,
         change=change,
         measured=measured,
-        certainty=_certainty(rule, stretch, passed, history),
+        certainty=_certainty(rule, stretch, over, history),
         seen=int(steps[stretch.first]),
     )
+
+
+def _before_fall(rule: Rule, stretch: _Stretch, steps: Values, fallen: int) -> bool:
+    """Whether a stretch began before the reward fell for good; one of a single step soon before."""
+    soon = int(steps[-1])
+    if rule.window == 1:
+        soon = stretch.began.step + max(20, len(steps) // 5)
+    return stretch.began.step - WINDOW <= fallen <= soon
+
+
+def _is_over(rule: Rule, stretch: _Stretch, history: History, count: int) -> bool:
+    """Whether what a rule says does not hold at the end any more."""
+    if rule.name == "non_finite":
+        return _skipped_updates(stretch, history)
+    return rule.window > 1 and stretch.last < count - max(WINDOW, count // 10)
+
+
+def _severity(rule: Rule, stretch: _Stretch, harmed: bool, helped: bool, over: bool) -> Severity:
+    """How bad a finding is by what the reward does after it; a step milder if it is over."""
+    worst = float(np.nanmax(stretch.measured[stretch.first : stretch.last + 1]))
+    severity = rule.level(worst, 0 if harmed else 2 if helped else 1)
+    if over and severity != "info":
+        return SEVERITIES[SEVERITIES.index(severity) + 1]
+    return severity
 
 
 def _skipped_updates(stretch: _Stretch, history: History) -> bool:
@@ -429,21 +446,26 @@ def _evidence(rule: Rule, stretch: _Stretch, history: History, steps: Values) ->
     if rule.name == "non_finite":
         rows = "1 row" if stretch.count == 1 else f"{stretch.count} rows"
         return f"{quantity.title} is not a finite number in {rows}", ""
-    known = np.isfinite(values)
-    inside = values[known & (steps >= began.step) & (steps <= steps[stretch.last])]
     unit = f" {quantity.unit}" if quantity.unit else ""
-    if rule.window == 0:
-        third = max(1, len(inside) // 3)
-        now = f"{inside[:third].mean():.3g} → {inside[-third:].mean():.3g}{unit}"
-    else:
-        level = inside[0] if rule.window == 1 else inside[-WINDOW:].mean()
-        now = f"{level:.3g}{unit}"
-        if np.isfinite(began.before) and (steps < began.step).any():
-            now = f"{began.before:.3g} → {now}"
+    now = f"{_course(rule, stretch, values, steps)}{unit}"
     worst = stretch.measured[stretch.first : stretch.last + 1]
     value = float(np.nanmin(worst) if rule.below else np.nanmax(worst))
     limit = f"reported {'to' if rule.below else 'from'} {rule.threshold:g}"
     return f"{quantity.title} {now}", f"measured: {value:.3g} ({rule.statistic}; {limit})"
+
+
+def _course(rule: Rule, stretch: _Stretch, values: Values, steps: Values) -> str:
+    """The level of a quantity before a stretch and in it; over a whole run in its first third and in its last."""
+    began = stretch.began
+    inside = values[(steps >= began.step) & (steps <= steps[stretch.last])]
+    inside = inside[np.isfinite(inside)]
+    if rule.window == 0:
+        third = max(1, len(inside) // 3)
+        return f"{inside[:third].mean():.3g} → {inside[-third:].mean():.3g}"
+    level = inside[0] if rule.window == 1 else inside[-WINDOW:].mean()
+    if np.isfinite(began.before) and (steps < began.step).any():
+        return f"{began.before:.3g} → {level:.3g}"
+    return f"{level:.3g}"
 
 
 def _certainty(rule: Rule, stretch: _Stretch, passed: bool, history: History) -> str:

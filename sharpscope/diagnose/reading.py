@@ -111,17 +111,24 @@ def what_was_read(log: Log) -> list[str]:
             lines.append(
                 f"  {name} is taken from {key} {reason}; --map {name}=KEY names another, --map {name}=none leaves it out"
             )
-    missing = [name for name in _wanted(log) if name not in frame]
-    if missing:
-        blind = [RULES[name].title.lower() for name in not_judged(log)]
-        lines.append(f"Not found: {', '.join(missing)}.")
-        if blind:
-            lines.append(f"Not judged without them: {'; '.join(blind[:6])}.")
-        if log.unmapped:
-            more = len(log.unmapped) - _LISTED
-            unused = ", ".join(log.unmapped[:_LISTED]) + (f" and {more} more" if more > 0 else "")
-            lines.append(f"Keys not used: {unused}; --map {missing[0]}=KEY")
+    lines.extend(_what_was_not(log))
     lines.extend(log.notes)
+    return lines
+
+
+def _what_was_not(log: Log) -> list[str]:
+    """The quantities that a log lacks, what could not be judged without them, and the keys that may be theirs."""
+    missing = [name for name in _wanted(log) if name not in log.frame]
+    if not missing:
+        return []
+    lines = [f"Not found: {', '.join(missing)}."]
+    blind = [RULES[name].title.lower() for name in not_judged(log)]
+    if blind:
+        lines.append(f"Not judged without them: {'; '.join(blind[:6])}.")
+    if log.unmapped:
+        more = len(log.unmapped) - _LISTED
+        unused = ", ".join(log.unmapped[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+        lines.append(f"Keys not used: {unused}; --map {missing[0]}=KEY")
     return lines
 
 

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from sharpscope.analysis import path_sections, watch
+from sharpscope.analysis.measures import evaluations
 from sharpscope.analysis.sections import to_records
 from sharpscope.errors import UserError
 from sharpscope.traces import (
@@ -431,3 +432,12 @@ def test_a_reader_beside_a_writer_sees_whole_steps_only(tmp_path):
             writer.flush()
             assert load_run(run).status == "running"
     assert counts == [(3 * (step - 1), step - 1) for step in range(1, 6)]
+
+
+def test_an_evaluation_of_no_prompts_counts_nothing(tmp_path):
+    run = new_run(tmp_path / "run")
+    made = rows("eval", 1, 3) | {"n": [0, 0, 4], "k": [1] * 3, "accuracy": [0.5, 0.25, 0.75]}
+    made |= {"split": ["heldout", "gone", "heldout"], "level": ["1", "1", "2"]}
+    with TraceWriter(run) as writer:
+        writer.append("eval", made | {"temperature": [0.0] * 3})
+    assert evaluations(load_run(run), "heldout", 0.0) == {1: (0.75, 4)}
