@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from dataclasses import asdict
 from typing import TypedDict
@@ -10,13 +9,14 @@ from typing import TypedDict
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.headline import CANDIDATES, momentum_text, sentences
+from sharpscope.analysis.headline import merged_tokens, momentum_text
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.spikes import PROBABILITY_EDGES
 from sharpscope.analysis.study import recorded_steps
 from sharpscope.analysis.text import number, percent, told_apart
 from sharpscope.analysis.tokens import (
     INCLUSION,
+    check_recorded,
     inverse_inclusion,
     sample_text,
     sampled_by,
@@ -96,9 +96,7 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
             f"--by effect --on {on}: never recorded in this run; `sharpscope fork RUN --step N --without top:12 --on {on}` computes it"
         )
     step = recorded[-1] if step is None else step
-    if step not in recorded:
-        there = ", ".join(map(str, recorded[:12]))
-        raise UserError(f"--by effect: not recorded at step {step}; recorded at steps {there}")
+    check_recorded("effect", step, recorded)
     tokens = effect_tokens(run, step, on)
     tokens["sum"] = tokens["effect"] * inverse_inclusion(tokens)
     total = float(tokens["sum"].abs().sum())
@@ -129,38 +127,21 @@ def _largest(
 
     Equal ones (text, direction, outcome and prompt) are one row with the sum of their effects.
     """
-    order = tokens["effect"].abs().sort_values(ascending=False, kind="stable").index[:CANDIDATES]
-    chosen = tokens.loc[order]
-    rows = pd.DataFrame(
-        {
-            "token": sentences(run, step, chosen),
-            "answer": chosen["correct"].map(_answer).to_numpy(),
-            "effect": chosen["effect"].to_numpy(),
-            "correct": chosen["correct"].to_numpy(),
-            "probability": chosen["probability"].to_numpy(),
-            "prompt": chosen["group"].fillna(chosen["rollout"]).to_numpy(),
-        }
-    )
-    rows["text"] = [one.token for one in rows["token"]]
-    rows["direction"] = [one.direction for one in rows["token"]]
-    keys = [rows[name] for name in ("text", "direction", "answer", "prompt")]
-    groups = rows.groupby(keys, sort=False, dropna=False)
-    summed = groups["effect"].transform("sum")
-    firsts = rows.assign(effect=summed, count=groups["effect"].transform("size"))
-    firsts = firsts[~groups.cumcount().astype(bool)]
-    found = firsts.loc[firsts["effect"].abs().sort_values(ascending=False).index[:top]]
+    found = merged_tokens(run, step, tokens, "effect")[:top]
     total = float(tokens["sum"].abs().sum()) or 1.0
-    shown = [
-        percent(effect / total, 1, sign=True) + (f" (×{count})" if count > 1 else "")
-        for effect, count in zip(found["effect"], found["count"], strict=True)
+    rows = []
+    for one in found:
+        text = percent(one.share / total, 1, sign=True) + (
+            f" (×{one.count})" if one.count > 1 else ""
+        )
+        rows.append((one.sentence, _answer(one.correct), text, number(one.probability)))
+    records: list[dict[str, object]] = [
+        asdict(one.sentence)
+        | {"effect": one.share, "count": one.count}
+        | {"probability": one.probability, "correct": one.correct}
+        for one in found
     ]
-    numbers = found[["effect", "count", "probability", "correct"]]
-    records = [
-        {**asdict(one), **dict(row)}
-        for one, (_, row) in zip(found["token"], numbers.iterrows(), strict=True)
-    ]
-    found = found.assign(effect=shown, π=found["probability"].map(number))
-    return found[["token", "answer", "effect", "π"]].reset_index(drop=True), records
+    return pd.DataFrame(rows, columns=["token", "answer", "effect", "π"]), records
 
 
 def effect_headline(run: Run, top: int) -> list[Section]:
@@ -177,11 +158,9 @@ def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
     chance = 1 / inverse_inclusion(tokens)
     sampled = bool((chance < 1).any())
 
-    def error(inside: pd.Series) -> str:
+    def error(inside: pd.Series) -> float:
         """Standard error of the sum of effects of some tokens."""
-        values = np.where(inside, tokens["effect"], 0.0)
-        found = sampling_error(values, tokens["unit"], chance)
-        return f"{found:.2g}" if math.isfinite(found) else "–"
+        return sampling_error(np.where(inside, tokens["effect"], 0.0), tokens["unit"], chance)
 
     def table(by: pd.Series, name: str, most: int | None = None) -> pd.DataFrame:
         """Sums over tokens with the same value of `by`; `most`: the rows with the largest ones."""

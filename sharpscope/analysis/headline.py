@@ -41,6 +41,8 @@ AROUND = 7
 """Tokens on either side of a token in its sentence."""
 WIDTH = 60
 """Characters on either side of it, and of the token."""
+INSERTED = " ⋯ "
+"""Stands in a sentence for tokens that were not drawn, such as a tool's answer."""
 _PLACE = ["rollout", "position", "loss_coef", "advantage"]
 
 
@@ -49,7 +51,7 @@ class Moved:
     """A token that a gradient pushes, with `count` equal ones merged (same text, direction, outcome and prompt).
 
     Attributes:
-        share: of the update's ‖∇L‖², summed.
+        share: of the update's ‖∇L‖², or another value of tokens that adds up, summed.
         probability: π before the step.
         sentence: where it stands; its direction is that in which its own loss pushes it.
         correct: whether its completion was right; None if that is not known.
@@ -82,17 +84,22 @@ def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
     if tokens.empty:
         return []
     outcomes = run.frame("rollouts", step, ["rollout", "correct", "group"]).set_index("rollout")
-    order = tokens["share"].abs().sort_values(ascending=False, kind="stable").index[:CANDIDATES]
-    chosen = tokens.loc[order].join(outcomes, on="rollout")
+    largest = merged_tokens(run, step, tokens.join(outcomes, on="rollout"), "share")[:top]
+    return sorted(largest, key=lambda one: (one.share < 0, -abs(one.share)))
+
+
+def merged_tokens(run: Run, step: int, tokens: pd.DataFrame, column: str) -> list[Moved]:
+    """The CANDIDATES tokens of a step with the largest |column|, with `probability`, `correct` and `group`; equal ones merged."""
+    order = tokens[column].abs().sort_values(ascending=False, kind="stable").index[:CANDIDATES]
+    chosen = tokens.loc[order]
     merged: dict[tuple[object, ...], Moved] = {}
     for row, sentence in zip(chosen.to_dict("records"), sentences(run, step, chosen), strict=True):
         correct = None if pd.isna(row["correct"]) else bool(row["correct"])
         group = ("alone", row["rollout"]) if pd.isna(row["group"]) else row["group"]
         key = (sentence.token, sentence.direction, correct, group)
         one = merged.get(key, Moved(0.0, row["probability"], sentence, correct, 0))
-        merged[key] = replace(one, share=one.share + row["share"], count=one.count + 1)
-    largest = sorted(merged.values(), key=lambda one: -abs(one.share))[:top]
-    return sorted(largest, key=lambda one: (one.share < 0, -abs(one.share)))
+        merged[key] = replace(one, share=one.share + row[column], count=one.count + 1)
+    return sorted(merged.values(), key=lambda one: -abs(one.share))
 
 
 def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
@@ -110,11 +117,13 @@ def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
         rollout = int(row["rollout"])
         position = int(row["position"])
         positions, texts = words[rollout]
-        at = positions.index(position)
+        at, gaps = positions.index(position), np.diff(positions, append=positions[-1] + 1) > 1
+        ends = [INSERTED if gap else "" for gap in gaps]
+        around = [text + end for text, end in zip(texts, ends, strict=True)]
         marked = Marked(
-            before="".join(texts[max(0, at - AROUND) : at])[-WIDTH:],
+            before="".join(around[max(0, at - AROUND) : at])[-WIDTH:],
             token=texts[at][:WIDTH],
-            after="".join(texts[at + 1 : at + 1 + AROUND])[:WIDTH],
+            after="".join([ends[at], *around[at + 1 : at + 1 + AROUND]])[:WIDTH],
             direction=_direction(row),
             run=run.name,
             step=step,

@@ -53,6 +53,7 @@ from sharpscope.analysis.token_values import (
     selection_section,
 )
 from sharpscope.analysis.token_view import RULE, Choice, choose
+from sharpscope.analysis.update_parts import telling_sections
 from sharpscope.diagnose.report import sparkline
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
@@ -98,6 +99,7 @@ def run_sections(run: Run) -> list[Section]:
         *found_sections(study, study.settings),
     ]
     spike = largest_update(run)
+    parts += telling_sections(run, None if spike is None else spike.step)
     if spike is not None and spike.times >= GROWN:
         parts += layer_sections(run, spike.step)
     parts += filter(None, [entropy_section(run), selection_section(run)])
@@ -145,8 +147,11 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
     largest.sort(key=lambda one: one[1].rank, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
-        details = [*step_sections(run, spike, LARGEST_TOKENS), *layer_sections(run, spike.step)]
+        details = [*step_sections(run, spike, LARGEST_TOKENS), *telling_sections(run, spike.step)]
+        details += layer_sections(run, spike.step)
         sections += [replace(section, part="Tokens", step=spike.step) for section in details]
+    for choice in (choice for choice in choices.values() if not choice.spikes):
+        sections += [replace(one, part="Tokens") for one in telling_sections(choice.run)]
     sections += identity_sections(runs)
     sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
     if len(runs) == 1:  # there is nothing to compare

@@ -23,7 +23,8 @@ from sharpscope.analysis.spikes import explain_step, notable_steps, recorded_by,
 from sharpscope.analysis.study import last_step, quiet, recorded_steps
 from sharpscope.analysis.text import printable
 from sharpscope.analysis.token_values import needed_columns, with_values
-from sharpscope.analysis.tokens import INCLUSION, sample_text
+from sharpscope.analysis.tokens import INCLUSION, check_recorded, sample_text
+from sharpscope.analysis.update_parts import BY, part_sections
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import RUN_FILE, Run, Runs, load_run, load_runs
 from sharpscope.traces.parts import is_pack
@@ -169,8 +170,8 @@ def token_sections(
     Args:
         run: whose tokens are read.
         step: of the run; None: the one with the largest gradient norm among those at which `by` is recorded.
-        by: `effect`, or one of TOKEN_COLUMNS; equal tokens are merged for `attribution`. None: `effect` if `on` is given, else
-            `attribution`.
+        by: `effect`, one of BY (`component`, `turn`, `staleness`) for sums, or one of TOKEN_COLUMNS; equal tokens are merged for
+            `attribution`. None: `effect` if `on` is given, else `attribution`.
         top: rows.
         on: outcome of `effect`: kl (None), entropy, heldout, sharpness.
 
@@ -182,8 +183,10 @@ def token_sections(
         return effect_sections(run, step, on or "kl", top)
     if on is not None:
         raise UserError(f"--on {on}: goes with --by effect")
+    if by in BY:
+        return part_sections(run, by, step)
     if by not in TOKEN_COLUMNS:
-        raise UserError(f"--by {by}: no such column{nearest(by, ('effect', *TOKEN_COLUMNS))}")
+        raise UserError(f"--by {by}: no such column{nearest(by, ('effect', *BY, *TOKEN_COLUMNS))}")
     recorded = recorded_steps(run, *needed_columns([by]))
     if not recorded:
         why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
@@ -197,9 +200,7 @@ def token_sections(
     if step is None:
         norms = run.steps.set_index("step")["grad_norm"].reindex(recorded)
         step = recorded[int(norms.fillna(-1.0).to_numpy().argmax())]
-    if step not in recorded:
-        there = ", ".join(map(str, recorded[:12]))
-        raise UserError(f"--by {by}: not recorded at step {step}; recorded at steps {there}")
+    check_recorded(by, step, recorded)
     if by == SHARE:
         return [*step_sections(run, explain_step(run, step, top), top), *layer_sections(run, step)]
     tokens = with_values(run.tokens(steps=[step]))

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from sharpscope.errors import UserError
 from sharpscope.traces import Run
 
 Columns = Mapping[str, np.ndarray]
@@ -174,6 +175,13 @@ def sums_by(key: NDArray[Any], values: Mapping[str, NDArray[np.float64]]) -> pd.
     codes, keys = pd.factorize(key)
     sums = {name: np.bincount(codes, each, len(keys)) for name, each in values.items()}
     return pd.DataFrame(sums, index=keys)
+
+
+def check_recorded(by: str, step: int | None, recorded: Sequence[int]) -> None:
+    """Check that tokens have at a step what `--by` asks for."""
+    if step not in recorded:
+        there = ", ".join(map(str, recorded[:12]))
+        raise UserError(f"--by {by}: not recorded at step {step}; recorded at steps {there}")
 
 
 def row_probability(tokens: pd.DataFrame) -> NDArray[np.float64]:

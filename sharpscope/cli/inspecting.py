@@ -106,7 +106,8 @@ def tokens(
     by: Annotated[
         str | None,
         Option(
-            help="effect, a column, or mismatch, entropy_change, kl, policy_coef. Default: attribution."
+            help="effect; component, turn or staleness (sums); a column, or mismatch, entropy_change, kl, policy_coef. "
+            "Default: attribution."
         ),
     ] = None,
     on: Annotated[
@@ -126,6 +127,7 @@ def tokens(
       sharpscope tokens runs/first
       sharpscope tokens runs/first --spikes
       sharpscope tokens runs/first --by effect --on entropy
+      sharpscope tokens runs/first --by component
       sharpscope tokens runs/first --step 10 --by score_norm --top 20
     """
     from sharpscope import analysis

@@ -56,7 +56,7 @@ class Completion:
     prompt: str | None = None
     completion: str | None = None
     reward: float | None = None  # NaN where the file says so
-    parts: Mapping[str, float] = field(default_factory=dict)  # components of the reward
+    parts: Mapping[str, float | None] = field(default_factory=dict)  # components of the reward
     length: int | None = None
     # column of the steps table -> value
     of_step: Mapping[str, float | None] = field(default_factory=dict)

@@ -42,7 +42,7 @@ _PERTOKEN_COLUMNS = (
     "loss_coef",
     "clipped",
 )
-TOKEN_COLUMNS = ("token_id", *_PERTOKEN_COLUMNS, "temperature", *_PROBED)
+TOKEN_COLUMNS = ("token_id", *_PERTOKEN_COLUMNS, "temperature", "policy_version", *_PROBED)
 STEP_COLUMNS = ("loss", "grad_norm", "lr")
 _ROW = (
     "step",
@@ -51,6 +51,7 @@ _ROW = (
     "prompt",
     "completion",
     "reward",
+    "reward_parts",
     "prompt_ids",
     "prompt_length",
     *STEP_COLUMNS,

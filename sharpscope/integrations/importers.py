@@ -20,7 +20,16 @@ import numpy as np
 from sharpscope.errors import UserError, nearest
 from sharpscope.integrations.completions import Completion, Options, write
 from sharpscope.integrations.dumps import FORMATS, STEP_COLUMNS, TOKEN_COLUMNS, Format, Told
-from sharpscope.integrations.values import Values, flags, integers, is_whole, number, text
+from sharpscope.integrations.values import (
+    Values,
+    flags,
+    integers,
+    is_whole,
+    number,
+    object_of,
+    text,
+    whole,
+)
 from sharpscope.rules.judging import POSITIVE
 from sharpscope.traces import load_run
 
@@ -190,12 +199,18 @@ def completion_of(values: Values, where: str) -> Completion:
         prompt=text(values.get("prompt"), "prompt", where),
         completion=text(values.get("completion"), "completion", where),
         reward=reward if unknown_reward else number(reward, "reward", where),
-        parts=values.get("reward_parts", {}),
+        parts=_parts_of(values, where),
         length=len(kept),
         of_step={
             name: number(values[name], name, where) for name in STEP_COLUMNS if name in values
         },
     )
+
+
+def _parts_of(values: Values, where: str) -> dict[str, float | None]:
+    """The components of a reward by name."""
+    parts = object_of(values.get("reward_parts"), "reward_parts", where)
+    return {name: number(value, "reward_parts", where) for name, value in parts.items()}
 
 
 def _prompt_of(
@@ -242,8 +257,8 @@ _EACH = "both need one for each token"
 def _of_tokens(
     given: Any, name: str, count: int, start: int, kept: list[int], where: str
 ) -> list[Any]:
-    """Values of the tokens `kept`, from one for each token, for each of the completion, or (advantage, temperature) for all."""
-    if name in ("advantage", "temperature") and not isinstance(given, list):
+    """Values of the tokens `kept`, from one for each token, for each of the completion, or one for all."""
+    if name in ("advantage", "temperature", "policy_version") and not isinstance(given, list):
         given = [given] * count
     if start and isinstance(given, list) and len(given) == count - start:
         given = [None] * start + given
@@ -251,4 +266,6 @@ def _of_tokens(
         received = len(given) if isinstance(given, list) else "no list of"
         raise UserError(f"{where}: {name} has {received} values, token_id {count}; {_EACH}")
     values = [number(given[i], name, where) for i in kept]
+    if name == "policy_version":
+        return [None if given[i] is None else whole(given[i], name, where) for i in kept]
     return [None if v is None else int(np.sign(v)) for v in values] if name == "clipped" else values

@@ -38,6 +38,9 @@ from sharpscope.recording.recorded_model import dropout_of
 from sharpscope.recording.schedule import StepCost
 from sharpscope.tokens.optimizer_steps import unwrapped
 
+Rewards = Tensor | Sequence[float]
+"""(n,) a reward of each completion."""
+
 
 def record(
     model: Any,
@@ -206,8 +209,9 @@ class LoopRecorder(Recorder):
         sampler_logp: Tensor | None = None,
         ref_logp: Tensor | None = None,
         advantages: Tensor | Sequence[float] | None = None,
-        rewards: Tensor | Sequence[float] | None = None,
+        rewards: Rewards | Mapping[str, Rewards] | None = None,
         groups: Tensor | Sequence[Hashable] | None = None,
+        policy_versions: Tensor | Sequence[int] | None = None,
     ) -> None:
         """Say what the coming backward pass differentiates; a hook on `logp` gives each token's coefficient, whatever the loss.
 
@@ -225,11 +229,13 @@ class LoopRecorder(Recorder):
             sampler_logp: ln μ of the sampler.
             ref_logp: of the reference policy, for the divergence.
             advantages: (n,) or like `logp`.
-            rewards: (n,) total rewards.
+            rewards: (n,) total rewards, or the components by name whose sum they are.
             groups: (n,) names of the prompts' groups; None: each row is a group.
+            policy_versions: (n,) versions of the policy that drew the completions, by your count.
         """
         values = {"old_logp": old_logp, "sampler_logp": sampler_logp, "ref_logp": ref_logp}
         per_row = {"advantages": advantages, "rewards": rewards, "groups": groups}
+        per_row["policy_versions"] = policy_versions
         given = {name: value for name, value in (values | per_row).items() if value is not None}
         self.in_step(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
 
@@ -371,11 +377,10 @@ class LoopRecorder(Recorder):
     ) -> int:
         """Add the rows `new` of a micro-batch as a batch to the step; returns its number."""
         n, device, inside = len(rollouts), rollouts.group.device, rollouts.completion_mask.bool()
-        total = (
-            torch.as_tensor(given.get("rewards", [0.0] * n), dtype=torch.float32)
-            .detach()
-            .to(device)
-        )
+        rewards = given.get("rewards", [0.0] * n)
+        named = rewards if isinstance(rewards, Mapping) else {"": rewards}
+        columns = [torch.as_tensor(one, dtype=torch.float32).detach() for one in named.values()]
+        scored = torch.stack(columns, 1)  # (n, components)
         advantage = torch.as_tensor(
             given.get("advantages", [0.0] * n), dtype=torch.float64
         ).detach()
@@ -390,7 +395,7 @@ class LoopRecorder(Recorder):
             row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)
         ]
         whole = replace(
-            rollouts.with_reward(total),
+            rollouts.with_reward(scored.sum(1)),
             truncated=torch.tensor(
                 [not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device
             ),
@@ -400,7 +405,14 @@ class LoopRecorder(Recorder):
         part = replace(whole.rows(rows), group=torch.arange(len(new), device=device))
         groups = given.get("groups", [(self._serial, row) for row in range(n)])
         groups = groups.tolist() if isinstance(groups, Tensor) else groups
-        made = self.open_batch(part, advantage.to(device)[rows], [groups[row] for row in new])
+        parts = [dict(zip(named, row, strict=True)) for row in scored[new].tolist()]
+        labels = [groups[row] for row in new]
+        made = self.open_batch(
+            part, advantage.to(device)[rows], labels, parts if named is rewards else ()
+        )
+        if "policy_versions" in given:
+            versions = torch.as_tensor(given["policy_versions"], dtype=torch.float64)
+            made.tokens.policy_version[:] = versions.cpu()[new][:, None]
         # the present policy is not that of the step's start
         if "old_logp" in given and self.capture.updates:
             stats = made.tokens.stats

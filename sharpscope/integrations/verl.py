@@ -466,6 +466,9 @@ def _opened(data: Any, tokenizer: Any) -> _Step:
     )
     labels: list[Hashable] = [(serial, row) if uids is None else uids[row] for row in chosen]
     tokens = unused_tokens(stats, advantage)
+    if "min_global_steps" in data:  # None where the sampler says no version
+        versions = [math.nan if one is None else float(one) for one in data["min_global_steps"]]
+        tokens.policy_version[:] = torch.tensor(versions, dtype=torch.float64)[kept][:, None]
     present.capture.batches.append(Batch(serial, batch, tokens, labels))
     return present
 

@@ -126,7 +126,7 @@ class UpdateTokens:
         )
 
 
-OPTIONAL = ("kl_coef", "entropy_coef", "ref_logp")
+OPTIONAL = ("kl_coef", "entropy_coef", "ref_logp", "policy_version")
 """Fields of `StepTokens` that are NaN where they are not known."""
 
 
@@ -150,6 +150,7 @@ class StepTokens:
     kl_coef: Tensor  # the part of loss_coef of the loss's KL term; NaN: not known
     entropy_coef: Tensor  # ∂L/∂H_t of that update; NaN: not known
     ref_logp: Tensor  # ln π of the reference policy [nats]; NaN without one
+    policy_version: Tensor  # of the policy that drew the token; NaN: not known
 
     @classmethod
     def unused(cls, stats: TokenStats) -> StepTokens:

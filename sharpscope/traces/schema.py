@@ -15,16 +15,17 @@ import pyarrow as pa
 
 from sharpscope.packaged import package_yaml
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """Increases when tables or columns are added, renamed, removed or change their meaning.
 
 - 2: sharpscope 0.2.
 - 3: sharpscope 0.3. New columns (`probes.ceiling` and others) and the tables `uses` and `reductions`; null or empty in
   runs of version 2. Columns that nothing read are gone: those of version 2 are ignored.
 - 4: sharpscope 0.4. New columns (`tokens.effect_kl` and others, `updates.batch_share`); null in runs of version 3.
+- 5: New column `tokens.policy_version`; null in runs of version 4.
 """
 
-READABLE_VERSIONS = (2, 3, 4)
+READABLE_VERSIONS = (2, 3, 4, 5)
 """Versions that readers accept."""
 
 MAX_SATURATION = 0.3

@@ -202,22 +202,25 @@ def test_runs_are_found_below_a_folder_and_joined(tmp_path):
     assert list(load_runs(tmp_path / "a").by_name) == ["a"]
 
 
-def test_a_column_that_an_older_schema_lacks_is_null(tmp_path):
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_a_column_that_an_older_schema_lacks_is_null(tmp_path, version):
     run = new_run(tmp_path / "a")
     old = pa.Table.from_pydict(
         {"step": [1, 1, 2], "index": [0, 1, 0], "logp": [-1.0, -2.0, -3.0]},
         pa.schema(
             [("step", pa.int32()), ("index", pa.int32()), ("logp", pa.float32())],
-            {VERSION_KEY: b"2"},
+            {VERSION_KEY: str(version).encode()},
         ),
     )
     (run / "traces" / "tokens").mkdir(parents=True, exist_ok=True)
     write_part(old, run / "traces" / "tokens" / "part-000001-0a1b2c3d.parquet")
-    update_run_info(run, schema_version=2)
-    with TraceWriter(run) as writer:  # a run that version 2 began and this version resumed
+    update_run_info(run, schema_version=version)
+    with TraceWriter(run) as writer:  # a run that another version began and this one resumed
         writer.append("tokens", token_rows(step=3))
     read = load_run(run)
     assert read.tokens(columns=["logp"])["logp"].tolist()[:3] == [-1.0, -2.0, -3.0]
+    versions = read.tokens(columns=["policy_version"])["policy_version"]
+    assert versions.isna().tolist() == [True] * 3 + [False] * 4
     mixed = read.tokens(columns=["entropy", "logp"], steps=[2, 3])
     assert (
         mixed["entropy"].isna().tolist() == [True] + [False] * 4 and mixed["logp"].iloc[0] == -3.0
