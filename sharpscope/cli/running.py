@@ -146,6 +146,10 @@ def run(
     workers: Annotated[
         int, Option(min=1, help="Sweep: concurrent runs; they share the threads.")
     ] = 1,
+    ray: Annotated[
+        str | None,
+        Option(help="Sweep: run on the Ray cluster at this address (auto, HOST:PORT)."),
+    ] = None,
     part: Annotated[
         list[str] | None, Option(help="Sweep: part to run. Repeatable. Default: all.")
     ] = None,
@@ -158,6 +162,7 @@ def run(
       sharpscope run --methods grpo,flat=mine:flat_top --seeds 0,1,2 --workers 2
       sharpscope run --task dataset --set task.path=puzzles.parquet --model path/or/hub-id --out runs/real
       sharpscope run experiments/pair.yaml --dry-run
+      sharpscope run experiments/pair.yaml --ray auto
       sharpscope run --resume runs/first
       accelerate launch --num_processes 2 -m sharpscope run --method grpo-sg
     """
@@ -182,9 +187,9 @@ def run(
     content = {} if config is None else read_yaml(config)
     _check_lists(method, methods, seed, seeds)
     if methods is None and seeds is None and not SWEEP_FIELDS & set(content):
-        if part or dry_run:
+        if part or dry_run or ray:
             raise UserError(
-                "--part, --dry-run: go with a sweep; give --methods, --seeds or the file of one"
+                "--part, --dry-run, --ray: go with a sweep; give --methods, --seeds or the file of one"
             )
         values = command_values(**options) | ({} if out is None else {"out": str(out)})
         _train(make_config(config_data(content, set_ or (), values)), quiet)
@@ -200,7 +205,9 @@ def run(
         content["seeds"] = split(seeds) or [seed]
     values = command_values(task=task, model=model, steps=steps, lr=lr)
     changes = config_data(None, set_ or (), values)
-    _sweep(plan_sweep(read_sweep(content), part or (), changes), workers, dry_run)
+    if ray and workers > 1:
+        raise UserError("--workers: a Ray cluster has its own; remove it")
+    _sweep(plan_sweep(read_sweep(content), part or (), changes), workers, dry_run, ray)
 
 
 def _check_lists(
@@ -366,8 +373,8 @@ def _train(config: RunConfig, quiet: bool, resume: bool = False) -> None:
         raise typer.Exit(130 if outcome.status == "interrupted" else 1)
 
 
-def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
-    """Execute a sweep and print how its runs ended, or only list them."""
+def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool, ray: str | None) -> None:
+    """Execute a sweep, here or on a Ray cluster, and print how its runs ended, or only list them."""
     from sharpscope.recording.run_folder import default_threads
     from sharpscope.sweeps import execute
 
@@ -380,7 +387,12 @@ def _sweep(runs: Sequence[PlannedRun], workers: int, dry_run: bool) -> None:
     threads = fixed or max(
         1, max(default_threads(run.config.policy.model) for run in runs) // workers
     )
-    ended = execute(runs, workers=workers, threads=threads, tell=tell)
+    if ray is None:
+        ended = execute(runs, workers=workers, threads=threads, tell=tell)
+    else:
+        from sharpscope.ray_sweeps import execute_on_ray
+
+        ended = execute_on_ray(runs, address=ray, threads=threads, tell=tell)
     folder = runs[0].run_dir.parent
     counts = Counter(ending for ending, _ in ended.values())
     say(f"{', '.join(f'{count} {ending}' for ending, count in counts.items())}. Written: {folder}/")
