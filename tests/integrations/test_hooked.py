@@ -213,3 +213,39 @@ def test_a_loss_of_whole_distributions_ends_the_recording_with_its_reason(tmp_pa
         one.train()
     assert sharpscope.load_run(tmp_path / "run").status == "interrupted"
     assert np.isfinite(one.state.log_history[-1]["train_loss"])
+
+
+def distilled(folder: Path) -> Any:
+    """GKD: the divergence of whole distributions from those of a teacher."""
+    from datasets import Dataset
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    words, teacher = tokenizer(), small_model()
+    words.chat_template = "{% for one in messages %}{{ one['content'] }} {% endfor %}"
+    torch.manual_seed(1)
+    for parameter in teacher.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    rows = [
+        [{"role": "user", "content": p}, {"role": "assistant", "content": c}] for p, c, _ in PAIRS
+    ]
+    return GKDTrainer(
+        model=small_model(),
+        teacher_model=teacher,
+        args=GKDConfig(**settings(folder, lmbda=0.0, **QUIET)),
+        train_dataset=Dataset.from_dict({"messages": rows * 2}),
+        processing_class=words,
+    )
+
+
+@pytest.mark.may_stop
+def test_distillation_trains_on_as_it_is_and_its_recording_ends_with_the_reason(tmp_path: Path):
+    plain, one = (distilled(tmp_path / name) for name in ("plain", "t"))
+    plain.train()
+    sharpscope.record(one, out=tmp_path / "run")
+    with pytest.warns(UserWarning, match="log-probabilities of its tokens alone"):
+        one.train()
+    for p, q in zip(plain.model.parameters(), one.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    pairs = zip(one.model.parameters(), small_model().parameters(), strict=True)
+    assert any((p != q).any() for p, q in pairs)
+    assert sharpscope.load_run(tmp_path / "run").status == "interrupted"
