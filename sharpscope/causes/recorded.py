@@ -16,7 +16,7 @@ from sharpscope.traces import Run
 
 MOST_STEPS = 40
 """Steps of a long run whose tokens are read: the first half of them at the run's start, the others spread over the rest."""
-MOST_ROWS = {"tokens": 2_000_000, "uses": 2_000_000, "rollouts": 100_000}
+MOST_ROWS = {"tokens": 2_000_000, "uses": 2_000_000, "rollouts": 30_000}
 """Rows of a table that are read, of fewer steps where these have more; of two steps at least."""
 SUPERVISED = ("sft", "dpo")
 """Methods of runs whose tokens no policy has drawn."""

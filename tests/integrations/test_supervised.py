@@ -34,7 +34,7 @@ from tests.integrations.trainers import (
     small_model,
     tokenizer,
 )
-from tests.integrations.two_processes import fail_in_one, loop_of_two, train_all
+from tests.integrations.two_processes import MAKERS, SLOW, fail_in_one, loop_of_two, train_all
 from tests.launched import run_ranks
 
 ALL = {"token_gradients_every": 1, "exact_tokens": 2, "group_share": 1.0}
@@ -178,8 +178,17 @@ def test_the_critical_sharpness_is_that_of_a_dense_line_search(
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
     """The folder of two_processes.py, and for each process the weights before each update and at the end."""
-    folder = tmp_path_factory.mktemp("ddp")
-    run_ranks(folder, train_all, folder)
+    return _trained(tmp_path_factory.mktemp("ddp"), *(name for name in MAKERS if name not in SLOW))
+
+
+@pytest.fixture(scope="module")
+def two_more(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[Any, Any]]]:
+    """As `two_processes`, of the trainings that are slow tests."""
+    return _trained(tmp_path_factory.mktemp("more"), *SLOW)
+
+
+def _trained(folder: Path, *names: str) -> tuple[Path, list[dict[Any, Any]]]:
+    run_ranks(folder, train_all, folder, *names)
     return folder, torch.load(folder / "kept.pt", weights_only=True)
 
 
@@ -192,7 +201,19 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[
 )
 def test_two_processes_make_one_trace(two_processes, name, rows, loss):
     """DDP and FSDP2: the same weights, and the rows of both processes are compared with one float64 loss over all of them."""
-    folder, every = two_processes
+    _check_trace(*two_processes, name, rows, loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rows", "loss"), [("dpo", 16, None), ("sft_fsdp2", 8, oracle.nll)]
+)
+def test_two_processes_make_one_trace_of_the_others(two_more, name, rows, loss):
+    _check_trace(*two_more, name, rows, loss)
+
+
+def _check_trace(folder: Path, every: list[dict[Any, Any]], name: str, rows: int, loss: Any):
+    """The same weights with and without the recorder, and numbers as of one float64 loss over the rows of both processes."""
     for kept in some(every):
         for plain, recorded in zip(kept[name, False], kept[name, True], strict=True):
             assert all(torch.equal(plain[key], recorded[key]) for key in plain)

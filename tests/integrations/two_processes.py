@@ -41,7 +41,11 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "grpo": (trainer, OFF_POLICY),
     "dpo_fsdp2": (dpo_trainer, {"max_steps": 2}),
     "grpo_fsdp2": (trainer, OFF_POLICY),
+    "dpo": (dpo_trainer, {"max_steps": 2}),
+    "sft_fsdp2": (sft_trainer, {"max_steps": 2}),
 }
+SLOW = ("dpo", "sft_fsdp2")
+"""Makers that the ordinary run leaves out."""
 
 
 @contextmanager
@@ -67,12 +71,13 @@ def fsdp2() -> Iterator[None]:
         yield
 
 
-def train_all(folder: Path) -> None:
-    """Train with each maker, and keep the weights before each update and at the end of every process in kept.pt."""
+def train_all(folder: Path, *names: str) -> None:
+    """Train with each of the makers that are named, and keep the weights before each update and at the end of every process in kept.pt."""
     patch = pytest.MonkeyPatch()
     search_finely(patch)
     kept = {}
-    for name, (make, arguments) in MAKERS.items():
+    for name in names:
+        make, arguments = MAKERS[name]
         sharded = name.endswith("fsdp2")
         for recorded in (False, True):
             with fsdp2() if sharded else nullcontext():
