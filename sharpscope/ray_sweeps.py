@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sharpscope.config import RunConfig, make_config, read_recorded
+from sharpscope.config import RunConfig, make_config
 from sharpscope.errors import UserError, first_line
 from sharpscope.sweeps import INTERRUPTED, Ending, PlannedRun, ending
 
@@ -25,7 +25,7 @@ def execute_on_ray(
     *,
     address: str,
     threads: int,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None],
 ) -> dict[PlannedRun, tuple[Ending, str]]:
     """Execute the runs of a sweep that are planned or interrupted on a Ray cluster; as `sweeps.execute`.
 
@@ -46,7 +46,7 @@ def execute_on_ray(
         most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
         if threads > most:
             raise UserError(
-                f"--ray {address}: a run has {threads} threads, and the largest node {most:g} CPUs; --set threads={most:g}"
+                f"--ray {address}: a run has {threads} threads, and the largest node {most:g} CPUs; --set fewer threads"
             )
         cluster = ray.cluster_resources()
         # a process of its own for each run: nothing of the one before is left in it
@@ -136,12 +136,10 @@ def train_here(settings: Mapping[str, Any], folder: str) -> tuple[int, str]:
     except OSError as error:
         return 1, f"error: {socket.gethostname()} has no folder {folder} ({error.strerror})"
     run = PlannedRun(make_config(settings))
-    status = run.status
-    if status == "finished":  # by a process that died before it could say so
+    if run.status == "finished":  # by a process that died before it could say so
         return 0, ""
     try:
-        resumed = status == "interrupted"
-        outcome = train(read_recorded(run.run_dir) if resumed else run.config, resume=resumed)
+        outcome = train(run.config, resume=run.status == "interrupted")
     except UserError as error:
         return 1, f"error: {error}"
     return {"finished": 0, "interrupted": INTERRUPTED}.get(outcome.status, 1), ""

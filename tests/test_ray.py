@@ -36,7 +36,7 @@ def test_without_ray_and_without_a_sweep_it_says_what_to_do(
 ):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'sharpscope\[ray\]'"):
-        execute_on_ray(planned(tiny_policy, tmp_path, (0,)), address="auto", threads=1)
+        execute_on_ray(planned(tiny_policy, tmp_path, (0,)), address="auto", threads=1, tell=print)
     for arguments, says in (
         (["--ray", "auto"], "--ray: go with a sweep"),
         (["--ray", "auto", "--seeds", "0,1", "--workers", "2"], "a Ray cluster has its own"),
@@ -100,12 +100,12 @@ def test_runs_on_two_nodes_are_those_of_a_sweep_here(
     said: list[str] = []
     found = execute_on_ray(there, address=address, threads=1, tell=said.append)
     assert set(found.values()) == {("finished", "")} and len(said) == 3
-    again = execute_on_ray(there, address=address, threads=1)
+    again = execute_on_ray(there, address=address, threads=1, tell=print)
     assert set(again.values()) == {("already finished", "")}
     execute(here, workers=1, threads=1)
     equal(here, there)
     with pytest.raises(UserError, match="a run has 2 threads, and the largest node 1 CPUs"):
-        execute_on_ray(there, address=address, threads=2)
+        execute_on_ray(there, address=address, threads=2, tell=print)
 
 
 def writer(run: PlannedRun) -> int:
@@ -129,7 +129,7 @@ def test_a_run_whose_worker_is_killed_goes_on(address: str, tiny_policy: Path, t
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    found = execute_on_ray(there, address=address, threads=1)
+    found = execute_on_ray(there, address=address, threads=1, tell=print)
     killer.join()
     assert found[there[0]] == ("finished", "") and killed[0] != os.getpid()
     execute(here, workers=1, threads=1)
@@ -149,8 +149,8 @@ def test_an_interrupt_leaves_runs_that_the_next_call_resumes(
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    found = execute_on_ray(runs, address=address, threads=1)
+    found = execute_on_ray(runs, address=address, threads=1, tell=print)
     assert found[runs[2]] == ("interrupted", "") and runs[2].status == "planned"
     assert runs[0].status in ("interrupted", "finished")
-    ended = execute_on_ray(runs, address=address, threads=1)
+    ended = execute_on_ray(runs, address=address, threads=1, tell=print)
     assert {how for how, _ in ended.values()} <= {"finished", "already finished"}

@@ -99,11 +99,8 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     steps, required = passed_steps(run), ["collision", "advantage"]
     for part in run.iter_tokens(steps, columns, required):
         index = token_bins(part)
-        known = index >= 0
-        frame = part
-        if not known.all():
-            frame = part[known]
-            index = index[known]
+        frame = part[index >= 0]
+        index = index[index >= 0]
         push = with_values(frame[["loss_coef", "polarity"]])["entropy_change"].fillna(0.0)
         count = 1 / row_probability(frame)
         values = {"tokens": count, "gradient": _update_shares(frame)}

@@ -246,7 +246,6 @@ class Choice:
     run: Run
     wanted: dict[tuple[int, int], str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
-    _asked: dict[int, pd.DataFrame] = field(default_factory=dict)
 
     @cached_property
     def ground(self) -> str:
@@ -255,10 +254,8 @@ class Choice:
 
     def asked(self, step: int) -> pd.DataFrame:
         """`group` and `prompt` of the completions of a step by `rollout`, ascending."""
-        if step not in self._asked:
-            rows = self.run.frame("rollouts", step, ["rollout", "group", "prompt"])
-            self._asked[step] = rows.sort_values("rollout").set_index("rollout")
-        return self._asked[step]
+        rows = self.run.frame("rollouts", step, ["rollout", "group", "prompt"])
+        return rows.sort_values("rollout").set_index("rollout")
 
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
         """Take the completions of the prompts of `rollouts` that were not taken yet."""

@@ -104,7 +104,7 @@ def passed_steps(run: Run) -> list[int] | None:
     if total <= MOST_ROWS:
         return None
     count = max(2, len(steps) * MOST_ROWS // total)
-    places = np.unique(np.linspace(0, len(steps) - 1, count).round().astype(int))
+    places = np.linspace(0, len(steps) - 1, count).round().astype(int)
     return [steps[place] for place in places]
 
 

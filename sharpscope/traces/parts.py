@@ -83,8 +83,11 @@ def read_part(
     chosen: Sequence[int] = range(footer.metadata.num_row_groups)
     count = footer.metadata.num_rows
     if run or steps is not None or groups is not None:
-        kept = [group for group in _row_groups(*key, table) if group.may_hold(run, steps)]
-        kept = [group for group in kept if groups is None or group.index in groups]
+        kept = [
+            group
+            for group in _row_groups(*key, table)
+            if group.may_hold(run, steps) and (groups is None or group.index in groups)
+        ]
         chosen, count = [group.index for group in kept], sum(group.rows for group in kept)
     if not chosen:
         return schema.empty_table()
