@@ -136,7 +136,8 @@ def split_advantages(run: Run, step: int) -> SplitAdvantages:
     scale = of_group(product, "sum") / of_group(total**2, "sum").mask(silent)
     cancelled = ((total.abs() <= CANCELLED * size) & (size > 0))[0]
     parts = pulls.mul(scale[0].fillna(0.0), axis=0).mask(cancelled, 0.0)
-    return SplitAdvantages(parts=parts, pulls=pulls, silent=silent[0], cancelled=cancelled)
+    quiet = silent[0] & reward.notna()
+    return SplitAdvantages(parts=parts, pulls=pulls, silent=quiet, cancelled=cancelled)
 
 
 # -- Tokens and their sums
@@ -246,11 +247,13 @@ def _why_not(run: Run, tokens: pd.DataFrame, split: SplitAdvantages) -> str:
 
 def _kinds(run: Run, step: int, tokens: pd.DataFrame, split: SplitAdvantages) -> pd.DataFrame:
     """Sums by kind of group: all wrong, mixed, all right; without answers that are right or wrong, whether rewards differ."""
-    rows = run.frame("rollouts", step, ["rollout", "group", "correct"]).set_index("rollout")
+    names = ["rollout", "group", "correct", "reward"]
+    rows = run.frame("rollouts", step, names).set_index("rollout")
     right = rows["correct"].astype(float).groupby(rows["group"]).transform("mean")
     kind = right.map({0.0: "all wrong", 1.0: "all right"}).fillna("mixed")
     if right.isna().any():
         kind = split.silent.map({True: "equal rewards", False: "rewards differ"})
+        kind = kind.where(rows["reward"].notna())
     sums = sums_of(tokens, pd.get_dummies(tokens["rollout"].map(kind), dtype=float))
     return sums.assign(groups=rows["group"].groupby(kind).nunique())
 
@@ -323,7 +326,7 @@ def statistics_by(tokens: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
     size = tokens["loss_coef"].abs().groupby(labels)
     means.insert(0, "tokens", size.size())
     sums = sums_of(tokens, pd.get_dummies(labels, dtype=float))
-    return pd.concat([means, size.sum().rename("Σ|c|"), sums], axis=1)
+    return pd.concat([means, size.sum(min_count=1).rename("Σ|c|"), sums], axis=1)
 
 
 def turn_sections(run: Run, step: int) -> list[Section]:

@@ -262,6 +262,10 @@ def test_advantages_of_equal_rewards_are_a_phantom_gradient(tmp_path: Path):
     size = 100 * np.abs(advantage[inside]).sum() / np.abs(advantage).sum()
     assert f"have {size:.1f} % of Σ|c| and +{size:.1f} % of ‖∇L‖²" in found.phantom
     assert f"their advantages are up to {abs(advantage[inside][0]):.3g}" in found.phantom
+    # without rewards (supervised training) nothing is known to be equal
+    unknown = told(tmp_path / "t", advantage, parts, reward=np.full(N, np.nan))
+    assert not step_parts(unknown, 1).phantom and not telling_sections(unknown)
+    assert "rewards differ" not in step_parts(unknown, 1).kinds.index
     # rounding of equal rewards, divided by its own deviation
     noise = np.where(np.arange(N) // EACH == SILENT, 1e-9 * np.arange(N), 0.0)
     scaled = advantage_parts(parts, "group").sum(1) + np.where(
