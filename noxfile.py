@@ -60,6 +60,13 @@ def verl_recorder(session: nox.Session) -> None:
 
 
 @nox.session(python="3.11")
+def ray(session: nox.Session) -> None:
+    """Sweeps on a Ray cluster: two nodes on loopback, whose slow tests kill a worker."""
+    pins = ["torch==2.13.0", "ray==2.60.0"]
+    _tests(session, pins, ["tests/test_ray.py", "-m", "slow or not slow"])
+
+
+@nox.session(python="3.11")
 def trl_lowest(session: nox.Session) -> None:
     """The recorders of TRL and transformers with the oldest TRL, which imports requests and does not ask for it."""
     session.install("requests")
