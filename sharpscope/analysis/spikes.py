@@ -183,7 +183,8 @@ def explain_step(run: Run, step: int, top: int = 8) -> Spike:
 
 def step_shares(run: Run, step: int) -> pd.DataFrame:
     """The tokens that have a share in the step's largest update with shares, with `share` and `probability`."""
-    tokens = run.tokens(steps=[step], columns=SHARED).dropna(subset=["attribution"])
+    there = [step] if step in recorded_steps(run, "attribution") else []
+    tokens = run.tokens(steps=there, columns=SHARED).dropna(subset=["attribution"])
     if tokens["update"].nunique() > 1:
         norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
         there = sorted(int(update) for update in tokens["update"].dropna().unique())
