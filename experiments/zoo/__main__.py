@@ -16,7 +16,7 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
-from experiments.zoo import causes, controls, judge, more  # noqa: F401 - they register the cases
+from experiments.zoo import causes, controls, further, judge, more  # noqa: F401 - they register the cases
 from experiments.zoo.bases import Place
 from experiments.zoo.registry import CASES
 
