@@ -135,9 +135,8 @@ def loop_mask_late(place: Place) -> None:
         tell_sampler = False
 
         def loss_mask(self, ids: Tensor, width: int, inside: Tensor) -> Tensor:
-            whole = torch.cat([torch.zeros_like(ids), inside], 1)
-            moved = whole.roll(1, dims=1)
-            moved[:, : width + 1] = 0
+            moved = super().loss_mask(ids, width, inside).roll(1, dims=1)
+            moved[:, 0] = 0
             return moved
 
     Late(place).run()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from sharpscope.causes.identity import Facts, Result, spans
 from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.sampling import ROUNDING
 from sharpscope.packaged import package_yaml
 
 
@@ -130,10 +131,39 @@ def rewards_of_other_rows(found: Found) -> Facts | None:
     return facts if facts["moved"] < facts["value"] / 4 else None
 
 
+@_rule("group_mean")
+def advantages_of_other_rows(found: Found) -> Facts | None:
+    """Advantages that are centered when they are moved by some rows."""
+    return found["group_mean"] if found["group_mean"]["offset"] else None
+
+
+@_rule("group_mean")
+def baseline_of_other_rows(found: Found) -> Facts | None:
+    """Advantages that are centered over other sets of rows."""
+    return None if found["group_mean"]["offset"] else found["group_mean"]
+
+
 _always("reward_constant", "reward_varies")
+_always("cut_rewarded", "cut_reward")
 _always("wrong_end_token", "special_tokens")
 
 # -- The tokens in the loss
+
+
+@_rule("end_in_loss")
+def mask_shifted(found: Found) -> Facts | None:
+    """No end token, and one common token at the beginning."""
+    facts = found["end_in_loss"]
+    return facts if facts["before"] > 1 else None
+
+
+@_rule("end_in_loss")
+def end_not_in_loss(found: Found) -> Facts | None:
+    """No end token, and a beginning like any other."""
+    return None if mask_shifted(found) else found["end_in_loss"]
+
+
+_always("padding_in_loss", "behind_the_end")
 
 
 @_rule("prompt_outside_loss")
@@ -148,7 +178,8 @@ def prompt_tokens_in_loss(found: Found) -> Facts | None:
     facts = found["common_beginning"]
     several = facts["tokens"] >= 2 and facts["beginnings"] > 1
     repeated = "equal_completions" in found and equal_completions(found)
-    return facts if several and not repeated else None
+    shifted = "end_in_loss" in found and mask_shifted(found)
+    return facts if several and not repeated and not shifted else None
 
 
 @_rule("improbable_tokens")
@@ -162,7 +193,9 @@ def inserted_end(found: Found) -> Facts | None:
 def inserted_token(found: Found) -> Facts | None:
     """One token, inside rows, in which nothing else is odd."""
     facts = found["improbable_tokens"]
-    known = found.keys() & {"common_beginning", "sampler_mismatch", "surprise_at_start"}
+    known = found.keys() & {
+        *("common_beginning", "sampler_mismatch", "surprise_at_start", "behind_the_end")
+    }
     return facts if facts["last"] <= 0.8 and facts["same"] > 0.5 and not known else None
 
 
@@ -171,20 +204,57 @@ def inserted_token(found: Found) -> Facts | None:
 
 @_rule("equal_prefixes")
 def dropout(found: Found) -> Facts | None:
-    """Equal prefixes with different ratios: the pass is random."""
-    return found["equal_prefixes"]
+    """Equal prefixes with different ratios: a pass is random. Where it is that of the loss, shares do not sum to 1."""
+    passes = "the loss's pass" if "shares" in found else "the loss's pass or that of π_old"
+    return {**found["equal_prefixes"], "passes": passes}
+
+
+@_rule("first_ratio")
+def old_logp_differs(found: Found) -> Facts | None:
+    """A ratio that is not 1 before the first update, where neither sampler nor a random pass tells why."""
+    facts = found["first_ratio"]
+    if "equal_prefixes" in found or facts["of_sampler"] or facts["first"] < ROUNDING:
+        return None
+    return {**facts, "how": _old_policy(facts)}
+
+
+def _old_policy(facts: Facts) -> str:
+    """What π_old is, as far as it can be told."""
+    if facts["moved"] < 0.2:
+        return "it belongs to the token beside: the columns are shifted by one"
+    if facts["r2"] > 0.5:
+        return f"it is at {facts['temperature']:.2f} times the temperature of the loss"
+    return "other weights, another template or other columns are possible, and which it is is open"
 
 
 @_rule("surprise_at_start")
 def other_template(found: Found) -> Facts | None:
     """The first position only: later ones have the new beginning in their context."""
     facts = found["surprise_at_start"]
+    if "trainer_logp" in found:  # what is recorded is not what the trainer computes
+        return None
     mismatch = found.get("sampler_mismatch")
     if "common_beginning" in found and found["common_beginning"]["tokens"] >= 2:
         return None
     if mismatch is not None and mismatch["at_start"] < 3 * mismatch["inside"]:
         return None
     return facts if facts["position"] == 0 and facts["mean"] > 0 else None
+
+
+@_rule("trainer_logp")
+def loss_pass_differs(found: Found) -> Facts | None:
+    """A forward pass of the loss that is not the model's on the tokens without padding."""
+    facts = found["trainer_logp"]
+    if "behind_the_end" in found:  # what is compared is then a loss of other tokens
+        return None
+    how = "the attention mask, positions, another model or kernels are possible, and which it is is open"
+    if "padding stands between" in facts["message"]:
+        how = (
+            "prompts are padded on the right, so that padding stands between prompt and completion"
+        )
+    elif "without padding" in facts["message"]:
+        how = "the attention mask or the positions count padding, since rows without padding agree"
+    return {**facts, "how": how}
 
 
 @_rule("sampler_mismatch")
@@ -202,7 +272,7 @@ def sampling_temperature(found: Found) -> Facts | None:
     mismatch = found.get("sampler_mismatch", {"first": 1.0, "at_start": 0.0, "inside": 1.0})
     if mismatch["first"] < 0.02 or mismatch["at_start"] > 3 * mismatch["inside"]:
         return None
-    return {**facts, "temperature": 1 / (1 + facts["slope"])}
+    return facts
 
 
 @_rule("sampler_mismatch")
@@ -210,7 +280,7 @@ def sampler_differs(found: Found) -> Facts | None:
     """A mismatch that none of the other causes explains."""
     explained = {"equal_prefixes", "sampler_temperature"} & found.keys()
     told = explained or other_template_found(found) or stale_sampler(found)
-    return None if told else found["sampler_mismatch"]
+    return None if told or "trainer_logp" in found else found["sampler_mismatch"]
 
 
 def other_template_found(found: Found) -> bool:
@@ -236,9 +306,18 @@ def truncated_sampling(found: Found) -> Facts | None:
 def sharper_sampling(found: Found) -> Facts | None:
     """The surer the policy is, the more is missing."""
     facts = _sharper(found)
-    if facts is None or facts["rare"] > 0.25 * facts["usual"]:
+    return facts if facts and not facts["rare"] > 0.25 * facts["usual"] else None
+
+
+@_rule("surprise")
+def flatter_sampling(found: Found) -> Facts | None:
+    """Tokens that are more surprising than the policy says from the first step on, at all positions."""
+    facts = found["surprise"]
+    known = {"sampler_mismatch", "common_beginning", "surprise_at_start", "behind_the_end"}
+    if found.keys() & {*known, "special_tokens", "first_ratio", "trainer_logp"}:
         return None
-    return {**facts, "temperature": 1 / max(facts["sharpness"], 1.0)}
+    one = found.get("improbable_tokens", {"same": 0.0})["same"] > 0.5  # a token that was put there
+    return None if facts["first"] <= 0 or facts["mean"] <= 0 or one else facts
 
 
 # -- The loss
@@ -271,7 +350,8 @@ def entropy_sign(found: Found) -> Facts | None:
     """Wrong from the first step on, while the entropy falls."""
     facts = found["shares"]
     falls = len(facts["entropy"]) == 2 and facts["entropy"][1] < 0.8 * facts["entropy"][0]
-    if "equal_prefixes" in found or abs(facts["first"] - 1) < 0.02 or not falls:
+    known = found.keys() & {"equal_prefixes", "trainer_logp", "behind_the_end"}
+    if known or abs(facts["first"] - 1) < 0.02 or not falls:
         return None
     return {**facts, "before": facts["entropy"][0], "after": facts["entropy"][1]}
 
@@ -281,16 +361,26 @@ def entropy_sign(found: Found) -> Facts | None:
 
 @_rule("update_follows_gradient")
 def zero_learning_rate(found: Found) -> Facts | None:
-    """No update, at a rate of 0."""
+    """No update, at a rate of 0 from the first one on."""
     facts = found["update_follows_gradient"]
     return facts if facts["lr"] == 0 else None
+
+
+@_rule("update_follows_gradient")
+def learning_rate_ends(found: Found) -> Facts | None:
+    """No update any more, at a rate that has become 0."""
+    facts = found["update_follows_gradient"]
+    return facts if facts["lr"] > 0 and facts["stopped"] > 0.9 and facts["last"] else None
 
 
 @_rule("update_follows_gradient")
 def not_in_optimizer(found: Found) -> Facts | None:
     """No update, at a rate above 0."""
     facts = found["update_follows_gradient"]
-    return facts if facts["lr"] > 0 else None
+    return facts if facts["value"] > 0.5 and facts["stopped"] < 0.1 else None
+
+
+_always("accumulation_not_divided", "loss_scale")
 
 
 @_rule("update_bound")

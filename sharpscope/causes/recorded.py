@@ -144,6 +144,30 @@ class Recorded:
         keys[order] = sums
         return keys
 
+    @cached_property
+    def beginnings(self) -> pd.DataFrame:
+        """Of each group of several rows: `tokens` that all G rows begin with, the `longest` row, and `evidence` [nats].
+
+        The evidence is (G − 1)·Σ −ln π over these tokens: the probability of drawing them G times is at most e to the minus this.
+        """
+        drawn = self.drawn[self.drawn["group"].notna()] if len(self.drawn) else self.drawn
+        if drawn.empty:
+            return pd.DataFrame(columns=["size", "longest", "tokens", "evidence"])
+        group = drawn.groupby(["step", "group"]).ngroup().to_numpy()
+        rows = ~drawn.duplicated(["step", "rollout"]).to_numpy()
+        size = np.bincount(group[rows])
+        longest = np.zeros(len(size))
+        np.maximum.at(longest, group, drawn["length"].to_numpy(float))
+        _, first, same, count = np.unique(
+            self.prefix[drawn.index], return_index=True, return_inverse=True, return_counts=True
+        )
+        shared = count == size[group[first]]
+        nats = np.bincount(same, -drawn["logp"].to_numpy(float)) / count
+        total = np.bincount(group[first][shared], nats[shared], minlength=len(size))
+        tokens = np.bincount(group[first][shared], minlength=len(size))
+        found = {"size": size, "longest": longest, "tokens": tokens, "evidence": (size - 1) * total}
+        return pd.DataFrame(found)[size > 1]
+
 
 def chosen_steps(run: Run, table: str, most: int | None = None) -> list[int]:
     """At most `most` steps of a table with at most `MOST_ROWS` rows: the first half of them at the start, the others spread."""

@@ -16,6 +16,8 @@ FEWEST_ROWS = 48
 """Completions below which rewards are not compared."""
 MOST_FEATURES, MOST_ROWS = 150, 2000
 """Words whose counts are compared with the reward, the most frequent, and completions in which they are counted."""
+OFFSETS = (*range(-8, 0), *range(1, 9))
+"""Rows by which rewards are moved, in search of those that they belong to."""
 WORD = re.compile(r"</?\w+>|\w+|[^\w\s]")
 """A tag, a word or a sign."""
 
@@ -161,12 +163,15 @@ def reward_of_completion(recorded: Recorded) -> Measured | None:
     pairs, differing = _differing(rows, rows["reward"], key)
     if pairs < 30:
         return None
-    moved = {}
-    for offset in (*range(-8, 0), *range(1, 9)):
-        shifted = pd.concat([_rolled(part, offset) for _, part in rows.groupby("step")["reward"]])
-        moved[offset] = _differing(rows, shifted, key)[1] / pairs
-    best = min(moved, key=lambda offset: moved[offset])
-    facts = {"pairs": pairs, "offset": best, "moved": moved[best], "step": first_step(rows)}
+    facts: dict[str, object] = {"pairs": pairs, "step": first_step(rows)}
+    if differing:
+        moved = {}
+        for offset in OFFSETS:
+            parts = rows.groupby("step")["reward"]
+            shifted = pd.concat([_rolled(part, offset) for _, part in parts])
+            moved[offset] = _differing(rows, shifted, key)[1] / pairs
+        best = min(moved, key=lambda offset: moved[offset])
+        facts |= {"offset": best, "moved": moved[best]}
     return Measured(value=differing / pairs, facts=facts)
 
 
@@ -182,6 +187,68 @@ def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[i
     same = frame.groupby(["step", "key", "reward"]).size()
     pairs = int((size * (size - 1) // 2).sum())
     return pairs, pairs - int((same * (same - 1) // 2).sum())
+
+
+@identity
+def group_mean(recorded: Recorded) -> Measured | None:
+    """Share of groups whose advantages do not have mean 0, where those of other sets of rows of a step do; else 0."""
+    rows = _scored(recorded).sort_values(["step", "rollout"])
+    if len(rows) < FEWEST_ROWS or rows["advantage"].isna().any():
+        return None
+    sizes = rows.groupby(["step", "group"], sort=False).size()
+    groups = sizes.groupby("step").size()
+    if sizes.nunique() > 1 or groups.nunique() > 1 or sizes.iloc[0] < 2:
+        return None
+    advantages = rows["advantage"].to_numpy(float).reshape(len(groups), groups.iloc[0], -1)
+    off = _uncentered(advantages)
+    sets = _other_sets(advantages) if off else {}
+    best = min(sets, key=lambda name: sets[name][1], default="")
+    offset, left = sets.get(best, (0, 1.0))
+    facts = {"sets": best, "offset": offset, "left": left, "share": off, "step": first_step(rows)}
+    return Measured(value=off if left < off / 4 else 0.0, facts=facts)
+
+
+def _uncentered(advantages: np.ndarray) -> float:
+    """Share of the sets along the last axis whose mean is not 0."""
+    size = float(np.sqrt(np.square(advantages).mean())) or 1.0
+    return float((np.abs(advantages.mean(-1)) > 1e-3 * size).mean())
+
+
+def _other_sets(advantages: np.ndarray) -> dict[str, tuple[int, float]]:
+    """What other sets of rows are -> by how many rows advantages (step, group, row) are moved, and the share not centered."""
+    steps, groups, size = advantages.shape
+    flat = advantages.reshape(steps, -1)
+    found = {"the rows of one place in every group": (0, _uncentered(advantages.swapaxes(1, 2)))}
+    for several in (2, 4, 8):
+        if groups % several == 0 and several < groups:
+            joined = _uncentered(flat.reshape(steps, -1, several * size))
+            found[f"the completions of {several} prompts"] = 0, joined
+    for offset in OFFSETS:
+        moved = np.roll(flat, offset, axis=1).reshape(advantages.shape)
+        found[f"rows moved by {offset}"] = offset, _uncentered(moved)
+    return found
+
+
+@identity
+def cut_reward(recorded: Recorded) -> Measured | None:
+    """Correlation within groups of the reward with being cut at the length limit; 0 where few are cut."""
+    rows = _scored(recorded)
+    rows = rows[np.isfinite(rows["reward"].astype(float))] if len(rows) else rows
+    if len(rows) < FEWEST_ROWS or rows["truncated"].isna().any():
+        return None
+    cut = rows["truncated"].astype(float)
+    both = _within(pd.DataFrame({"cut": cut, "reward": rows["reward"].astype(float)}), rows)
+    correlation = float(_correlations(both[["cut"]], both["reward"])["cut"])
+    by_step = cut.groupby(rows["step"]).mean()
+    facts = {
+        "cut": float(rows.loc[cut > 0, "reward"].mean()),
+        "ended": float(rows.loc[cut == 0, "reward"].mean()),
+        "before": float(by_step.iloc[0]),
+        "after": float(by_step.iloc[-1]),
+        "step": first_step(rows[cut > 0]),
+    }
+    enough = cut.mean() > 0.02 and cut.sum() >= 8
+    return Measured(value=correlation if enough else 0.0, facts=facts)
 
 
 @identity

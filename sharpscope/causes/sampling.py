@@ -7,6 +7,7 @@ import pandas as pd
 
 from sharpscope.causes.identity import Measured, beyond_chance, first_step, identity
 from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.temperature import drawn_temperature, told_temperature
 
 STARTS = 8
 """Positions at a completion's beginning that are looked at one by one."""
@@ -14,6 +15,8 @@ IMPROBABLE = 7.0
 """Surprisal −ln π from which a drawn token is improbable [nats]: at most 1 in 1,100 tokens from a flat distribution."""
 FEWEST_TOKENS = 200
 """Tokens below which a mean over tokens is not judged."""
+ROUNDING = 1e-3
+"""Mean difference of log-probabilities that forward passes of one policy may have [nats]."""
 
 
 @identity
@@ -29,15 +32,18 @@ def surprise(recorded: Recorded) -> Measured | None:
     if len(inner) < FEWEST_TOKENS:
         return None
     values = inner["surprise"].to_numpy(float)
-    mean = float(values.mean())
+    by_step = inner.groupby("step")["surprise"].mean()
+    off = beyond_chance(values)
     facts = {
-        "mean": mean,
-        "sharpness": _sharpness(inner),
+        "mean": float(values.mean()),
+        "temperature": drawn_temperature(inner) if off else 1.0,
         "rare": _other_tokens(inner, 0.002, 0.03),
         "usual": _other_tokens(inner, 0.05, 0.3),
         "tokens": len(inner),
+        "first": float(by_step.iloc[0]),
+        "step": first_step(inner),
     }
-    return Measured(value=beyond_chance(values), facts=facts)
+    return Measured(value=off, facts=facts)
 
 
 def _other_tokens(tokens: pd.DataFrame, low: float, high: float) -> float:
@@ -47,13 +53,6 @@ def _other_tokens(tokens: pd.DataFrame, low: float, high: float) -> float:
     expected = float(left[there].sum())
     other = tokens["logp"].to_numpy(float)[there] < np.log(0.5)
     return float(other.sum()) / expected if expected >= 3 else np.nan
-
-
-def _sharpness(tokens: pd.DataFrame) -> float:
-    """1 / T of a sampler at temperature T, to first order from the surprise: E = (1 − 1/T)·Var(ln π)."""
-    values = tokens["surprise"].to_numpy(float)
-    variance = float(np.mean(np.square(values)))
-    return 1 - float(values.mean()) / variance if variance else 1.0
 
 
 @identity
@@ -82,7 +81,7 @@ def common_beginning(recorded: Recorded) -> Measured | None:
 
     The probability of drawing such a beginning G times is at most e to the minus this.
     """
-    groups = _beginnings(recorded)
+    groups = recorded.beginnings
     if len(groups) < 4:
         return None
     tokens = recorded.drawn
@@ -99,7 +98,7 @@ def common_beginning(recorded: Recorded) -> Measured | None:
 @identity
 def equal_completions(recorded: Recorded) -> Measured | None:
     """(G − 1)·Σ −ln π of groups whose G completions are all equal, summed and divided by the number of groups [nats]."""
-    groups = _beginnings(recorded)
+    groups = recorded.beginnings
     if len(groups) < 4:
         return None
     equal = groups["tokens"] >= groups["longest"]
@@ -109,24 +108,6 @@ def equal_completions(recorded: Recorded) -> Measured | None:
         "step": first_step(recorded.drawn),
     }
     return Measured(value=float(groups["evidence"].where(equal, 0.0).mean()), facts=facts)
-
-
-def _beginnings(recorded: Recorded) -> pd.DataFrame:
-    """Of each group of several rows: how many tokens all rows begin with, their evidence [nats], and the longest row."""
-    tokens = recorded.drawn
-    if tokens.empty:
-        return tokens
-    keys = ["step", "group"]
-    keyed = tokens.assign(prefix=recorded.prefix, surprisal=-tokens["logp"])
-    whole = keyed.groupby(keys).agg(size=("rollout", "nunique"), longest=("length", "max"))
-    shared = keyed.groupby([*keys, "prefix"]).agg(
-        rows=("rollout", "nunique"), surprisal=("surprisal", "mean")
-    )
-    shared = shared.join(whole["size"], on=keys)
-    shared = shared[shared["rows"] == shared["size"]]
-    summed = shared.groupby(keys).agg(nats=("surprisal", "sum"), tokens=("rows", "size"))
-    groups = whole[whole["size"] > 1].join(summed).fillna(0.0)
-    return groups.assign(evidence=(groups["size"] - 1) * groups["nats"])
 
 
 @identity
@@ -175,21 +156,47 @@ def sampler_mismatch(recorded: Recorded) -> Measured | None:
 
 @identity
 def sampler_temperature(recorded: Recorded) -> Measured | None:
-    """|1/T_μ − 1| relative to the recorded temperature, where ln μ − ln π is proportional to ln π + H; else 0.
-
-    To first order ln μ − ln π = (1/T − 1)(ln π + H) for a sampler at temperature T times that of π.
-    """
+    """|1/T − 1| of the sampler's temperature T relative to the recorded one, where T explains nine tenths of ln μ − ln π; else 0."""
     tokens = recorded.drawn
     known = tokens[tokens["behavior_logp"].notna()] if len(tokens) else tokens
     if len(known) < FEWEST_TOKENS:
         return None
     gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
-    centered = -known["surprise"].to_numpy(float)
-    slope = float(gap @ centered / (centered @ centered)) if centered.any() else 0.0
-    left = gap - slope * centered
-    explained = 1 - float(left @ left) / float(gap @ gap) if gap.any() else 0.0
-    facts = {"slope": slope, "r2": explained, "step": first_step(known)}
-    return Measured(value=abs(slope) if explained > 0.5 else 0.0, facts=facts)
+    if np.abs(gap).mean() < ROUNDING:
+        return Measured(value=0.0, facts={})
+    heat = told_temperature(known, gap)
+    facts = {"temperature": heat.temperature, "r2": heat.explained, "step": first_step(known)}
+    off = abs(1 / heat.temperature - 1)
+    return Measured(value=off if heat.explained > 0.9 else 0.0, facts=facts)
+
+
+@identity
+def first_ratio(recorded: Recorded) -> Measured | None:
+    """Mean |ln(π/π_old)| of tokens at their first use, before any update of the step [nats]."""
+    tokens = recorded.drawn
+    first = tokens[(tokens["update"] == 0) & (tokens["ratio"] > 0)] if len(tokens) else tokens
+    if len(first) < FEWEST_TOKENS:
+        return None
+    gap = -np.log(first["ratio"].to_numpy(float))  # ln π_old − ln π
+    size = np.abs(gap)
+    facts: dict[str, object] = {"step": first_step(first)}
+    if size.mean() > ROUNDING:
+        heat = told_temperature(first, gap)
+        old = pd.Series(gap + first["logp"].to_numpy(float), index=first.index)
+        facts |= {
+            "first": float(size[first["step"] == first["step"].min()].mean()),
+            "temperature": heat.temperature,
+            "r2": heat.explained,
+            "moved": _moved(first, old) / float(size.mean()),
+            "of_sampler": float((old - first["behavior_logp"]).abs().mean()) < ROUNDING,
+        }
+    return Measured(value=float(size.mean()), facts=facts)
+
+
+def _moved(tokens: pd.DataFrame, old: pd.Series) -> float:
+    """Mean |ln π_old − ln π of the token beside it|, on the side where it is smaller [nats]."""
+    by_row = tokens.groupby(["step", "rollout"])["logp"]
+    return min(float((old - by_row.shift(side)).abs().mean()) for side in (-1, 1))
 
 
 @identity

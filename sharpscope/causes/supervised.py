@@ -129,6 +129,51 @@ def prompt_outside_loss(recorded: Recorded) -> Measured | None:
     return Measured(value=float(bool(found)), facts={"step": 1, "tokens": 1})
 
 
+@identity
+def behind_the_end(recorded: Recorded) -> Measured | None:
+    """Share of the tokens in the loss that are an end or padding token and follow one, or of rows with masked tokens in it."""
+    tokens, words = recorded.tokens, recorded.words
+    ends = [token for token in (words.end, words.pad) if token is not None]
+    told = recorded.events[recorded.events["rule"] == "padding_in_loss"]
+    if len(told):
+        share = float(told["value"].max())
+        where = f"where the attention mask is 0, in {share:.0%} of the rows"
+        return Measured(value=share, facts={"where": where, "step": first_step(told)})
+    if tokens.empty or not ends:
+        return None
+    end = tokens["token_id"].isin(ends).to_numpy()
+    row = tokens["step"].to_numpy() * (tokens["rollout"].max() + 1) + tokens["rollout"].to_numpy()
+    behind = end[1:] & end[:-1] & (row[1:] == row[:-1])
+    odd = tokens[1:][behind]
+    where = f"{len(odd)} tokens behind a row's end token"
+    return Measured(value=len(odd) / len(tokens), facts={"where": where, "step": first_step(odd)})
+
+
+@identity
+def end_in_loss(recorded: Recorded) -> Measured | None:
+    """Share of rows whose end token stands right behind the last token in the loss."""
+    events = recorded.events
+    told = events[events["rule"] == "end_outside_loss"]
+    if recorded.supervised or recorded.drawn.empty:
+        return None
+    beginnings = recorded.beginnings["tokens"]
+    before = float(beginnings.median()) if len(beginnings) else 0.0
+    facts = {"step": first_step(told), "before": before}
+    return Measured(value=float(told["value"].max()) if len(told) else 0.0, facts=facts)
+
+
+@identity
+def trainer_logp(recorded: Recorded) -> Measured | None:
+    """Mean difference of the trainer's log-probabilities from the recorder's, where no dropout is on [nats]."""
+    events = recorded.events
+    if recorded.tokens.empty or "dropout" in set(events["rule"]):
+        return None
+    told = events[events["rule"] == "trl_statistics"]
+    text = " ".join(events["message"][events["rule"].isin(["trl_statistics", "padding_inside"])])
+    facts = {"message": text, "step": first_step(told)}
+    return Measured(value=float(told["value"].max()) if len(told) else 0.0, facts=facts)
+
+
 def refusals(recorded: Recorded) -> list[str]:
     """Why a recorder stopped."""
     events = recorded.events

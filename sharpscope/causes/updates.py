@@ -148,10 +148,54 @@ def update_follows_gradient(recorded: Recorded) -> Measured | None:
     made = updates[(updates["grad_norm"] > 0) & ~updates["skipped"].astype(bool)]
     if len(made) < 2:
         return None
-    still = made["update_norm"] == 0
-    rate = float(made["lr"].max())
-    facts = {"lr": rate, "updates": len(made), "step": first_step(made[still])}
+    still, steps = made["update_norm"] == 0, recorded.info.get("steps_done")
+    stopped = still & (made["lr"] == 0)
+    facts = {
+        "lr": float(made["lr"].max()),
+        "updates": len(made),
+        "stopped": float(stopped.sum() / max(still.sum(), 1)),
+        "last": bool(still.iloc[-1]),
+        "steps": steps or int(made["step"].max()),
+        "step": first_step(made[still]),
+    }
     return Measured(value=float(still.mean()), facts=facts)
+
+
+@identity
+def loss_scale(recorded: Recorded) -> Measured | None:
+    """1 − 1/m where the loss is the sum of the means of m ≥ 2 blocks of rows; else 0.
+
+    |c/A| is one over the number of tokens for a mean over tokens, and its sum over a row one over the number of rows for a
+    mean over rows: of the update, or of a block of rows where the losses of micro-batches are summed.
+    """
+    tokens = recorded.drawn
+    if len(tokens) < FEWEST or tokens["ref_logp"].notna().any():
+        return None
+    first = tokens[tokens["update"] == 0]
+    if (first["advantage"].abs() > 0).sum() < FEWEST:
+        return None
+    pieces = {_pieces(part) for _, part in first.groupby("step")}
+    m = pieces.pop() if len(pieces) == 1 else 1
+    return Measured(value=1 - 1 / m, facts={"pieces": m, "step": first_step(first)})
+
+
+def _pieces(tokens: pd.DataFrame) -> int:
+    """The number of blocks whose means are summed in one step's loss; 1 where the weights do not tell it."""
+    row = np.unique(tokens["rollout"], return_inverse=True)[1]
+    counted = (tokens["advantage"].abs() > 0).to_numpy()
+    scaled = tokens["loss_coef"] / tokens["advantage"] / tokens["ratio"]
+    weight = scaled.abs().to_numpy(float)[counted]
+    rows = row.max() + 1
+    by_row = np.bincount(row[counted], weight, minlength=rows)
+    for blocks in (1, 2, 4, 8, 16, 32):
+        if rows % blocks:
+            break
+        of_block = np.bincount(row * blocks // rows)
+        by_token = weight * of_block[row[counted] * blocks // rows]
+        for values in (by_token, by_row[by_row > 0] * rows / blocks):
+            if len(values) and np.abs(values - 1).max() < 0.01:
+                return blocks
+    return 1
 
 
 @identity

@@ -321,6 +321,7 @@ class LoopRecorder(Recorder):
         there = _present(ids, counted, self.policy.pad_id) if present is None else present
         sequences = sequences_of(ids, there, counted, self.policy.tokenizer)
         inside, shift = sequences.rollouts.completion_mask.bool(), length - logp.shape[1]
+        self.check_layout(ids, there, counted)
 
         def known(name: str, like: Tensor) -> Tensor:
             """(n, T) of a value of tokens, `like` outside the loss and where it is not given."""
@@ -341,7 +342,7 @@ class LoopRecorder(Recorder):
 
         opened = partial(self._open, sequences.rollouts, known, given)
         for serial, rows, mine in self._pieces(sequences.rollouts, opened):
-            self.capture.compare(serial, rows, theirs[mine])
+            self.capture.compare(serial, rows, theirs[mine], there[mine, 0].bool())
             keep = self.capture.use(
                 serial, rows, {name: value[mine] for name, value in loss.items()}
             )

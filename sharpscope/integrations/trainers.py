@@ -421,6 +421,7 @@ class SupervisedRecorder(TrainerRecorder):
             shift = moved_by(inputs["labels"], ids)
             text = f"labels are the input's tokens moved by {shift}" if shift else LABELS_DIFFER
             raise UserError(f"record: {text}")
+        self.check_layout(ids, present, counted)
         sequences = sequences_of(ids, present, counted, self.policy.tokenizer, pairs=self.pairs)
         rollouts, n = sequences.rollouts, len(sequences.rollouts)
         parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]

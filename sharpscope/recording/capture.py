@@ -100,6 +100,7 @@ class StepCapture:
     losses: list[Tensor] = field(default_factory=list)  # of the present update's micro-batches
     # |ln π of the trainer − ln π of our forward pass| [nats]
     gaps: list[Tensor] = field(default_factory=list)
+    unpadded_gaps: list[Tensor] = field(default_factory=list)  # those of rows without padding
     pending: list[TokenUse] = field(default_factory=list)  # of the present update
     # update, use, (n, T): tokens used before
     again: list[tuple[int, TokenUse, Tensor]] = field(default_factory=list)
@@ -222,8 +223,11 @@ class StepCapture:
                 self.again.append((index, widest[-1], each["used"] & ~first))
         self.pending = widest
 
-    def compare(self, serial: int, rows: Tensor, logp: Tensor) -> None:
-        """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update."""
+    def compare(self, serial: int, rows: Tensor, logp: Tensor, unpadded: Tensor) -> None:
+        """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update.
+
+        `unpadded` (n,) says which rows have no padding before them.
+        """
         if not self.updates:
             batch = self.batch(serial)
             mask = (
@@ -232,7 +236,9 @@ class StepCapture:
                 .cpu()
             )
             ours = batch.tokens.stats.logp[rows.to(batch.device), : logp.shape[1]].cpu()
-            self.gaps.append((logp.detach()[:, : mask.shape[1]].cpu() - ours).abs()[mask])
+            gap = (logp.detach()[:, : mask.shape[1]].cpu() - ours).abs()
+            self.gaps.append(gap[mask])
+            self.unpadded_gaps.append(gap[mask & unpadded[:, None].cpu()])
 
     def joined(self) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
         """All batches so far as one, their tokens as one, and each batch's first row by its serial number."""
@@ -410,6 +416,33 @@ def sequences_of(
         torch.zeros(n)
     )
     return Sequences(rollouts, torch.nn.utils.rnn.pad_sequence(columns, batch_first=True), order)
+
+
+LAYOUT = {
+    "end_outside_loss": "the end token stands right behind the last token in the loss",
+    "padding_in_loss": "the loss counts tokens where the attention mask is 0",
+    "padding_inside": "padding stands between the tokens of a row",
+}
+"""Event -> what may be odd about where a micro-batch has its tokens, its padding and its loss."""
+
+
+def odd_layout(
+    ids: Tensor, present: Tensor, counted: Tensor, ends: Sequence[int]
+) -> dict[str, float]:
+    """Event of `LAYOUT` -> share of the rows (n, L) that have it; `ends` are the IDs of end tokens."""
+    there, end = present.bool(), torch.isin(ids, torch.tensor(ends, device=ids.device))
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(counted, columns, -1).amax(1, keepdim=True)  # (n, 1)
+    behind = end & ~counted & there & (columns == last + 1)
+    ended = (end & (columns == last)).any(1)
+    later = there.flip(1).long().cumsum(1).flip(1) > 0
+    earlier = there.long().cumsum(1) > 0
+    rows = {
+        "end_outside_loss": behind.any(1) & ~ended & (last >= 0)[:, 0],
+        "padding_in_loss": (counted & ~there).any(1),
+        "padding_inside": (~there & later & earlier).any(1),
+    }
+    return {name: float(found.float().mean()) for name, found in rows.items()}
 
 
 def unused_tokens(stats: TokenStats, advantage: Tensor) -> StepTokens:

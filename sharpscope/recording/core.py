@@ -35,9 +35,11 @@ from sharpscope.policy.guard import guarded
 from sharpscope.policy.sharding import ModelView, is_sharded, unsharded
 from sharpscope.recording.autopsy import MicroBatch, autopsy, broken_weights
 from sharpscope.recording.capture import (
+    LAYOUT,
     Batch,
     StepCapture,
     first_rows,
+    odd_layout,
     prompt_texts,
     same_prompts,
     unused_tokens,
@@ -756,6 +758,13 @@ class Recorder(Guard):
         """Ln π (n, T) at the present weights."""
         return self.scorer.statistics(rollouts, divided=False).logp
 
+    def check_layout(self, ids: Tensor, present: Tensor, counted: Tensor) -> None:
+        """Report once where end tokens and padding of a micro-batch (n, L) are oddly in the loss, or out of it."""
+        for name, share in odd_layout(ids, present, counted, self.policy.eos_ids).items():
+            if share > 0.1 and name not in self._reported:
+                self._reported.add(name)
+                self.event(name, "warning", LAYOUT[name], share)
+
     def _check_gap(self) -> None:
         """Report where the trainer's log-probabilities are not those of the recorder."""
         if not self.capture.gaps:
@@ -767,6 +776,9 @@ class Recorder(Guard):
             "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
             "the recorder's"
         )
+        unpadded = torch.cat([torch.zeros(0), *self.capture.unpadded_gaps])
+        if len(unpadded) and float(unpadded.mean()) < limit / 10:
+            text += "; in rows without padding they agree"
         if self.gap > limit:
             self.event("trl_statistics", "warning", text, self.gap, limit)
 

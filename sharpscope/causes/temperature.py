@@ -1,0 +1,81 @@
+"""The temperature at which tokens were drawn, by maximum likelihood from what a trace has of their distributions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+GRID = np.geomspace(0.1, 4.0, 75)
+"""Temperatures that are tried, as multiples of the policy's."""
+ROUNDS = 12
+"""Fixed-point rounds for the two levels; the change is below 1e-3 then."""
+
+MOST_OTHERS = 12.0
+"""Largest ln m: that of a large vocabulary. Rounding of a Σp² near 1 would give more."""
+
+
+def log_partition(tokens: pd.DataFrame, power: float) -> np.ndarray:
+    """Estimate of ln Σ_j p_j^power of each token's distribution [nats].
+
+    Of the distribution H and Σp² are known. A distribution of two levels has both: one token of probability p, and m others
+    of (1 − p)/m each. Its ln Σ_j p_j^power is exact for power 1, its slope there, and for power 2.
+    """
+    likeliest, others = _two_levels(
+        tokens["entropy"].to_numpy(float), tokens["collision"].to_numpy(float)
+    )
+    left = np.log1p(-likeliest)
+    return np.logaddexp(power * np.log(likeliest), (1 - power) * others + power * left)
+
+
+def _two_levels(entropy: np.ndarray, collision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The probability p and ln m of the two levels with this entropy [nats] and collision Σp²."""
+    square = np.clip(collision, 1e-12, 1.0)
+    likeliest = np.clip(np.sqrt(square), 1e-9, 1 - 1e-9)
+    others = np.zeros_like(likeliest)
+    for _ in range(ROUNDS):
+        left = 1 - likeliest
+        own = -likeliest * np.log(likeliest) - left * np.log(left)
+        others = np.clip((entropy - own) / left, 0.0, MOST_OTHERS)
+        rest = np.square(left) * np.exp(-others)
+        likeliest = np.clip(np.sqrt(np.maximum(square - rest, 0.0)), 1e-9, 1 - 1e-9)
+    return likeliest, others
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """A temperature as a multiple of the policy's, and the share of ln μ − ln π that it explains."""
+
+    temperature: float
+    explained: float
+
+
+def drawn_temperature(tokens: pd.DataFrame) -> float:
+    """The temperature, as a multiple of the policy's, at which these tokens are likeliest.
+
+    ln μ = ln π/T − ln Σ_j π_j^(1/T) for a sampler at T times the policy's temperature.
+    """
+    total = float(tokens["logp"].sum())
+    score = [total / heat - log_partition(tokens, 1 / heat).sum() for heat in GRID]
+    return _best(np.array(score))
+
+
+def told_temperature(tokens: pd.DataFrame, gap: np.ndarray) -> Heat:
+    """The temperature that explains `gap` = ln μ − ln π of these tokens best, by least squares."""
+    logp = tokens["logp"].to_numpy(float)
+    left = [
+        np.square(gap - (1 / heat - 1) * logp + log_partition(tokens, 1 / heat)).sum()
+        for heat in GRID
+    ]
+    explained = 1 - min(left) / float(gap @ gap)
+    return Heat(temperature=_best(-np.array(left)), explained=explained)
+
+
+def _best(score: np.ndarray) -> float:
+    """The temperature of the largest score, between grid points by a parabola in ln T."""
+    at = int(np.clip(score.argmax(), 1, len(GRID) - 2))
+    before, best, after = score[at - 1 : at + 2]
+    bend = before - 2 * best + after
+    shift = 0.5 * (before - after) / bend if bend < 0 else 0.0
+    return float(GRID[at] * (GRID[at + 1] / GRID[at]) ** np.clip(shift, -1, 1))
