@@ -52,7 +52,7 @@ def loop_shifted_advantages(place: Place) -> None:
     Shifted(place).run()
 
 
-@cause("dropout is on where π_old is computed", "trl 3234, unsloth 4502", "dropout_in_old")
+@cause("dropout is on where π_old is computed", "trl 3234, unsloth 4502", "dropout")
 def loop_old_dropout(place: Place) -> None:
     class Dropping(Loop):
         def prepare(self) -> None:
@@ -69,7 +69,7 @@ def loop_old_dropout(place: Place) -> None:
     Dropping(place).run()
 
 
-@cause("π_old is shifted by one token", "prime-rl 1525", "old_logp_shifted")
+@cause("π_old is shifted by one token", "prime-rl 1525", "old_logp_differs")
 def loop_old_shifted(place: Place) -> None:
     class Shifted(Loop):
         def old_logp(self, ids: Tensor, attention: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ def loop_mask_early(place: Place) -> None:
     Early(place).run()
 
 
-@cause("the loss mask is one token late", "prime-rl 1525", "mask_shifted")
+@cause("the loss mask is one token late", "prime-rl 1525", "padding_in_loss")
 def loop_mask_late(place: Place) -> None:
     class Late(Loop):
         tell_sampler = False
@@ -142,7 +142,7 @@ def loop_mask_late(place: Place) -> None:
     Late(place).run()
 
 
-@cause("the trainer attends to padding", "OpenRLHF 217, trl 6800", "padding_attended")
+@cause("the trainer attends to padding", "OpenRLHF 217, trl 6800", "loss_pass_differs")
 def loop_no_attention_mask(place: Place) -> None:
     class Attending(Loop):
         def logits(self, model: Any, ids: Tensor, attention: Tensor) -> Tensor:
@@ -245,7 +245,7 @@ def loop_lora_off(place: Place) -> None:
     Off(place).run()
 
 
-@cause("prompts are padded on the right", "trl 5785", "padding_side")
+@cause("prompts are padded on the right", "trl 5785", "loss_pass_differs")
 def loop_right_padding(place: Place) -> None:
     class Right(Loop):
         def encode(self, texts: list[str]) -> tuple[Tensor, Tensor]:
