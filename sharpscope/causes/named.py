@@ -73,103 +73,81 @@ def _rule(shown_by: str) -> Callable[[_Rule], _Rule]:
     return keep
 
 
-def _always(cause: str, shown_by: str) -> None:
-    """Register a cause that the violation of one identity shows without further conditions."""
-    RULES[cause] = shown_by, lambda found: found[shown_by]
+def _when(cause: str, shown_by: str, condition: Callable[[Facts], bool] = lambda _: True) -> None:
+    """Register a cause that the violation of one identity shows where its facts fulfill a condition."""
+    RULES[cause] = shown_by, lambda found: found[shown_by] if condition(found[shown_by]) else None
+
+
+def _shown(cause: str, found: Found) -> Facts | None:
+    """The facts of a cause, where the violated identities show it."""
+    shown_by, rule = RULES[cause]
+    return rule(found) if shown_by in found else None
 
 
 # -- Data and rewards
 
-_always("reward_not_finite", "reward_finite")
+_when("reward_not_finite", "reward_finite")
 
 
-@_rule("labels")
-def labels_shifted(found: Found) -> Facts | None:
-    """Labels that equal the next token of the input."""
-    return found["labels"] if found["labels"]["moved"] else None
+_when("labels_shifted", "labels", lambda facts: facts["moved"])
 
 
-@_rule("labels")
-def labels_of_other_tokens(found: Found) -> Facts | None:
-    """Labels that differ otherwise."""
-    return None if found["labels"]["moved"] else found["labels"]
+_when("labels_of_other_tokens", "labels", lambda facts: not facts["moved"])
 
 
-@_rule("finite")
-def masked_inf(found: Found) -> Facts | None:
-    """A value at a masked position, times 0."""
-    return found["finite"] if "masked" in found["finite"]["message"] else None
+_when("masked_inf", "finite", lambda facts: "masked" in facts["message"])
 
 
-@_rule("finite")
-def float16_overflow(found: Found) -> Facts | None:
-    """A value above the largest of float16."""
-    return found["finite"] if "float16" in found["finite"]["message"] else None
+_when("float16_overflow", "finite", lambda facts: "float16" in facts["message"])
 
 
-@_rule("finite")
-def not_finite(found: Found) -> Facts | None:
-    """Another operation, or none that was found."""
-    message = found["finite"]["message"]
-    return None if "masked" in message or "float16" in message else found["finite"]
+_when(  # another operation, or none that was found
+    "not_finite",
+    "finite",
+    lambda facts: "masked" not in facts["message"] and "float16" not in facts["message"],
+)
 
 
-_always("mixed_groups", "one_prompt_a_group")
+_when("mixed_groups", "one_prompt_a_group")
 
 
-@_rule("equal_completions")
-def equal_completions(found: Found) -> Facts | None:
-    """Most groups, not a few whose prompts have one likely answer."""
-    facts = found["equal_completions"]
-    return facts if facts["share"] > 0.5 else None
+_when(  # most groups, not a few whose prompts have one likely answer
+    "equal_completions", "equal_completions", lambda facts: facts["share"] > 0.5
+)
 
 
-@_rule("reward_of_completion")
-def rewards_of_other_rows(found: Found) -> Facts | None:
-    """Rewards that fit when they are moved by some rows."""
-    facts = found["reward_of_completion"]
-    return facts if facts["moved"] < facts["value"] / 4 else None
+_when(
+    "rewards_of_other_rows",
+    "reward_of_completion",
+    lambda facts: facts["moved"] < facts["value"] / 4,
+)
 
 
-@_rule("group_mean")
-def advantages_of_other_rows(found: Found) -> Facts | None:
-    """Advantages that are centered when they are moved by some rows."""
-    return found["group_mean"] if found["group_mean"]["offset"] else None
+_when("advantages_of_other_rows", "group_mean", lambda facts: facts["offset"] != 0)
 
 
-@_rule("group_mean")
-def baseline_of_other_rows(found: Found) -> Facts | None:
-    """Advantages that are centered over other sets of rows."""
-    return None if found["group_mean"]["offset"] else found["group_mean"]
+_when("baseline_of_other_rows", "group_mean", lambda facts: facts["offset"] == 0)
 
 
-_always("reward_constant", "reward_varies")
-_always("cut_rewarded", "cut_reward")
-_always("wrong_end_token", "special_tokens")
+_when("reward_constant", "reward_varies")
+_when("cut_rewarded", "cut_reward")
+_when("wrong_end_token", "special_tokens")
 
 # -- The tokens in the loss
 
 
-@_rule("end_in_loss")
-def mask_shifted(found: Found) -> Facts | None:
-    """No end token, and one common token at the beginning."""
-    facts = found["end_in_loss"]
-    return facts if facts["before"] > 1 else None
+_when(
+    "mask_shifted", "end_in_loss", lambda facts: facts["before"] > 1
+)  # and one common token before
 
 
-@_rule("end_in_loss")
-def end_not_in_loss(found: Found) -> Facts | None:
-    """No end token, and a beginning like any other."""
-    return None if mask_shifted(found) else found["end_in_loss"]
+_when("end_not_in_loss", "end_in_loss", lambda facts: facts["before"] <= 1)
 
 
-_always("padding_in_loss", "behind_the_end")
+_when("padding_in_loss", "behind_the_end")
 
 
-@_rule("prompt_outside_loss")
-def prompt_in_loss(found: Found) -> Facts | None:
-    """The first prompt token of a padded row."""
-    return found["prompt_outside_loss"]
+_when("prompt_in_loss", "prompt_outside_loss")  # the first prompt token of a padded row
 
 
 @_rule("common_beginning")
@@ -177,16 +155,15 @@ def prompt_tokens_in_loss(found: Found) -> Facts | None:
     """Beginnings that differ between groups: a prefilled answer would not."""
     facts = found["common_beginning"]
     several = facts["tokens"] >= 2 and facts["beginnings"] > 1
-    repeated = "equal_completions" in found and equal_completions(found)
-    shifted = "end_in_loss" in found and mask_shifted(found)
-    return facts if several and not repeated and not shifted else None
+    known = any(_shown(cause, found) for cause in ("equal_completions", "mask_shifted"))
+    return facts if several and not known else None
 
 
-@_rule("improbable_tokens")
-def inserted_end(found: Found) -> Facts | None:
-    """One token, at the ends of rows."""
-    facts = found["improbable_tokens"]
-    return facts if facts["last"] > 0.8 and facts["same"] > 0.8 else None
+_when(  # one token, at the ends of rows
+    "inserted_end",
+    "improbable_tokens",
+    lambda facts: facts["last"] > 0.8 and facts["same"] > 0.8,
+)
 
 
 @_rule("improbable_tokens")
@@ -278,14 +255,9 @@ def sampling_temperature(found: Found) -> Facts | None:
 @_rule("sampler_mismatch")
 def sampler_differs(found: Found) -> Facts | None:
     """A mismatch that none of the other causes explains."""
-    explained = {"equal_prefixes", "sampler_temperature"} & found.keys()
-    told = explained or other_template_found(found) or stale_sampler(found)
-    return None if told or "trainer_logp" in found else found["sampler_mismatch"]
-
-
-def other_template_found(found: Found) -> bool:
-    """Whether the first token's surprise explains the mismatch."""
-    return "surprise_at_start" in found and other_template(found) is not None
+    explained = {"equal_prefixes", "sampler_temperature", "trainer_logp"} & found.keys()
+    told = explained or _shown("other_template", found) or _shown("stale_sampler", found)
+    return None if told else found["sampler_mismatch"]
 
 
 def _sharper(found: Found) -> Facts | None:
@@ -331,10 +303,10 @@ def advantage_sign(found: Found) -> Facts | None:
     return {**facts, "where": where if facts["rows"] else "single tokens"}
 
 
-_always("kl_sign", "kl_coefficient")
-_always("reference_moves", "reference_stays")
-_always("reference_differs", "reference_at_start")
-_always("ratio_detached", "later_ratio")
+_when("kl_sign", "kl_coefficient")
+_when("reference_moves", "reference_stays")
+_when("reference_differs", "reference_at_start")
+_when("ratio_detached", "later_ratio")
 
 
 @_rule("shares")
@@ -359,75 +331,69 @@ def entropy_sign(found: Found) -> Facts | None:
 # -- Updates
 
 
-@_rule("update_follows_gradient")
-def zero_learning_rate(found: Found) -> Facts | None:
-    """No update, at a rate of 0 from the first one on."""
-    facts = found["update_follows_gradient"]
-    return facts if facts["lr"] == 0 else None
+_when("zero_learning_rate", "update_follows_gradient", lambda facts: facts["lr"] == 0)
 
 
-@_rule("update_follows_gradient")
-def learning_rate_ends(found: Found) -> Facts | None:
-    """No update any more, at a rate that has become 0."""
-    facts = found["update_follows_gradient"]
-    return facts if facts["lr"] > 0 and facts["stopped"] > 0.9 and facts["last"] else None
+_when(
+    "learning_rate_ends",
+    "update_follows_gradient",
+    lambda facts: facts["lr"] > 0 and facts["stopped"] > 0.9 and facts["last"],
+)
 
 
-@_rule("update_follows_gradient")
-def not_in_optimizer(found: Found) -> Facts | None:
-    """No update, at a rate above 0."""
-    facts = found["update_follows_gradient"]
-    return facts if facts["value"] > 0.5 and facts["stopped"] < 0.1 else None
+_when(
+    "not_in_optimizer",
+    "update_follows_gradient",
+    lambda facts: facts["value"] > 0.5 and facts["stopped"] < 0.1,
+)
 
 
-_always("accumulation_not_divided", "loss_scale")
+_when("accumulation_not_divided", "loss_scale")
 
 
-@_rule("update_bound")
-def layer_update(found: Found) -> Facts | None:
-    """One layer, whose gradient is not the largest."""
-    facts = found["update_bound"]
-    return facts if facts["share"] > 0.8 and facts["gradient_share"] < 0.5 else None
+_when(  # one layer, whose gradient is not the largest
+    "layer_update",
+    "update_bound",
+    lambda facts: facts["share"] > 0.8 and facts["gradient_share"] < 0.5,
+)
 
 
-@_rule("update_bound")
-def weight_decay(found: Found) -> Facts | None:
-    """All layers, with a weight decay that is known."""
-    facts = found["update_bound"]
-    decays = (facts["weight_decay"] or 0.0) >= 1
-    return facts if facts["share"] <= 0.8 and decays else None
+_when(  # all layers, with a weight decay that is known
+    "weight_decay",
+    "update_bound",
+    lambda facts: facts["share"] <= 0.8 and (facts["weight_decay"] or 0.0) >= 1,
+)
 
 
 @_rule("update_bound")
 def update_too_long(found: Found) -> Facts | None:
     """All layers, and nothing is known of the weight decay."""
-    facts = found["update_bound"]
-    known = layer_update(found) or weight_decay(found)
-    return None if known else facts
+    known = any(_shown(cause, found) for cause in ("layer_update", "weight_decay"))
+    return None if known else found["update_bound"]
 
 
 # -- Rows, pairs and prompts
 
-_always("prompt_scale", "prompt_scale")
-_always("reward_feature", "reward_feature")
+_when("prompt_scale", "prompt_scale")
+_when("reward_feature", "reward_feature")
 
 
-@_rule("row_ends")
-def rows_cut(found: Found) -> Facts | None:
-    """Rows of one length only, the longest."""
-    facts = found["row_ends"]
-    return facts if facts["at_limit"] > 0.9 and facts["lengths"] == 1 else None
+_when(  # rows of one length only, the longest
+    "rows_cut",
+    "row_ends",
+    lambda facts: facts["at_limit"] > 0.9 and facts["lengths"] == 1,
+)
 
 
-@_rule("row_ends")
-def no_end_token(found: Found) -> Facts | None:
-    """All rows, of many lengths."""
-    facts = found["row_ends"]
-    return facts if facts["value"] > 0.9 and facts["lengths"] > 1 else None
+_when(  # all rows, of many lengths
+    "no_end_token",
+    "row_ends",
+    lambda facts: facts["value"] > 0.9 and facts["lengths"] > 1,
+)
 
 
-_always("bad_rows", "row_loss")
-_always("pairs_swapped", "pair_margins")
+_when("bad_rows", "row_loss")
+_when("pairs_swapped", "pair_margins")
 
 
 @_rule("first_divergence")
@@ -445,8 +411,8 @@ def name_causes(results: Mapping[str, Result], recorded: Recorded) -> list[Cause
     """The causes that the results show, in the order of naming."""
     found = {n: {**r.facts, "value": r.value} for n, r in results.items() if not r.holds}
     causes: dict[str, Cause] = {}
-    for name, (shown_by, rule) in RULES.items():
-        facts = rule(found) if shown_by in found else None
+    for name, (shown_by, _) in RULES.items():
+        facts = _shown(name, found)
         cause = ALIASES.get(name, name)
         if facts is not None and cause not in causes:
             causes[cause] = _cause(cause, name, results[shown_by], facts, recorded)

@@ -116,11 +116,9 @@ class Recorded:
     @cached_property
     def drawn(self) -> pd.DataFrame:
         """Tokens that a policy drew and an update used first, with `surprise` = −ln π − H [nats] and the row's group."""
-        empty = self.supervised or self.tokens.empty
-        tokens = self.tokens.iloc[:0] if empty else self.tokens
-        if tokens.empty:
-            return tokens
-        rows = self.rollouts[["step", "rollout", "group", "length", "truncated"]]
+        if self.supervised or self.tokens.empty:
+            return pd.DataFrame(columns=[*TOKEN_COLUMNS, *_ROW_COLUMNS, "surprise"], dtype=float)
+        tokens, rows = self.tokens, self.rollouts[["step", "rollout", *_ROW_COLUMNS]]
         joined = tokens.merge(rows, on=["step", "rollout"], how="left")
         joined["surprise"] = -joined["logp"] - joined["entropy"]
         finite = np.isfinite(joined["surprise"].to_numpy(float))
@@ -150,7 +148,7 @@ class Recorded:
 
         The evidence is (G − 1)·Σ −ln π over these tokens: the probability of drawing them G times is at most e to the minus this.
         """
-        drawn = self.drawn[self.drawn["group"].notna()] if len(self.drawn) else self.drawn
+        drawn = self.drawn[self.drawn["group"].notna()]
         if drawn.empty:
             return pd.DataFrame(columns=["size", "longest", "tokens", "evidence"])
         group = drawn.groupby(["step", "group"]).ngroup().to_numpy()
@@ -198,3 +196,4 @@ TOKEN_COLUMNS = (
     "inclusion_probability",
 )
 """Columns of the tokens table that identities read."""
+_ROW_COLUMNS = ("group", "length", "truncated")

@@ -16,8 +16,8 @@ FEWEST_ROWS = 48
 """Completions below which rewards are not compared."""
 MOST_FEATURES, MOST_ROWS = 150, 2000
 """Words whose counts are compared with the reward, the most frequent, and completions in which they are counted."""
-OFFSETS = (*range(-8, 0), *range(1, 9))
-"""Rows by which rewards are moved, in search of those that they belong to."""
+OFFSETS = sorted((*range(-8, 0), *range(1, 9)), key=abs)
+"""Rows by which rewards and advantages are moved, in search of those that they belong to; small ones first."""
 WORD = re.compile(r"</?\w+>|\w+|[^\w\s]")
 """A tag, a word or a sign."""
 
@@ -191,7 +191,7 @@ def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[i
 
 @identity
 def group_mean(recorded: Recorded) -> Measured | None:
-    """Share of groups whose advantages do not have mean 0, where those of other sets of rows of a step do; else 0."""
+    """Root mean square of the groups' mean advantages over that of all, where other sets of rows have means of 0; else 0."""
     rows = _scored(recorded).sort_values(["step", "rollout"])
     if len(rows) < FEWEST_ROWS or rows["advantage"].isna().any():
         return None
@@ -201,21 +201,21 @@ def group_mean(recorded: Recorded) -> Measured | None:
         return None
     advantages = rows["advantage"].to_numpy(float).reshape(len(groups), groups.iloc[0], -1)
     off = _uncentered(advantages)
-    sets = _other_sets(advantages) if off else {}
-    best = min(sets, key=lambda name: sets[name][1], default="")
+    sets = _other_sets(advantages) if off > 1e-3 else {}
+    best = min(sets, key=lambda name: round(sets[name][1], 6), default="")
     offset, left = sets.get(best, (0, 1.0))
     facts = {"sets": best, "offset": offset, "left": left, "share": off, "step": first_step(rows)}
-    return Measured(value=off if left < off / 4 else 0.0, facts=facts)
+    return Measured(value=off if left < off / 10 else 0.0, facts=facts)
 
 
 def _uncentered(advantages: np.ndarray) -> float:
-    """Share of the sets along the last axis whose mean is not 0."""
-    size = float(np.sqrt(np.square(advantages).mean())) or 1.0
-    return float((np.abs(advantages.mean(-1)) > 1e-3 * size).mean())
+    """Root mean square of the means along the last axis, over that of all values."""
+    size = float(np.square(advantages).mean()) or 1.0
+    return float(np.sqrt(np.square(advantages.mean(-1)).mean() / size))
 
 
 def _other_sets(advantages: np.ndarray) -> dict[str, tuple[int, float]]:
-    """What other sets of rows are -> by how many rows advantages (step, group, row) are moved, and the share not centered."""
+    """What other sets of rows are -> by how many rows advantages (step, group, row) are moved, and what is not centered."""
     steps, groups, size = advantages.shape
     flat = advantages.reshape(steps, -1)
     found = {"the rows of one place in every group": (0, _uncentered(advantages.swapaxes(1, 2)))}

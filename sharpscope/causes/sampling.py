@@ -28,7 +28,7 @@ def surprise(recorded: Recorded) -> Measured | None:
     where π is sure and where it is not. A temperature removes the more the surer π is, top-k a part that does not depend on it.
     """
     tokens = recorded.drawn
-    inner = tokens[(tokens["position"] >= STARTS // 2)] if len(tokens) else tokens
+    inner = tokens[(tokens["position"] >= STARTS // 2)]
     if len(inner) < FEWEST_TOKENS:
         return None
     values = inner["surprise"].to_numpy(float)
@@ -59,8 +59,8 @@ def _other_tokens(tokens: pd.DataFrame, low: float, high: float) -> float:
 def surprise_at_start(recorded: Recorded) -> Measured | None:
     """The largest |mean of −ln π − H| at one of the first positions, over groups, beyond chance [nats]."""
     tokens = recorded.drawn
-    starts = tokens[tokens["position"] < STARTS] if len(tokens) else tokens
-    starts = starts.dropna(subset=["step", "group"]) if len(starts) else starts
+    starts = tokens[tokens["position"] < STARTS]
+    starts = starts.dropna(subset=["step", "group"])
     if starts.empty:
         return None
     means = starts.groupby(["position", "step", "group"])["surprise"].mean()
@@ -70,8 +70,7 @@ def surprise_at_start(recorded: Recorded) -> Measured | None:
     }
     worst = max(off, key=lambda position: off[position])
     mean = float(means.loc[worst].mean())
-    places = [position for position, value in off.items() if value > 0.1]
-    facts = {"position": worst, "positions": places, "mean": mean, "step": first_step(starts)}
+    facts = {"position": worst, "mean": mean, "step": first_step(starts)}
     return Measured(value=off[worst], facts=facts)
 
 
@@ -114,7 +113,7 @@ def equal_completions(recorded: Recorded) -> Measured | None:
 def improbable_tokens(recorded: Recorded) -> Measured | None:
     """Share of drawn tokens behind the beginning with −ln π > 7 nats: tokens that somebody else put there."""
     tokens = recorded.drawn
-    inner = tokens[tokens["position"] >= STARTS] if len(tokens) else tokens
+    inner = tokens[tokens["position"] >= STARTS]
     if len(inner) < FEWEST_TOKENS:
         return None
     odd = inner[-inner["logp"] > IMPROBABLE]
@@ -135,7 +134,7 @@ def improbable_tokens(recorded: Recorded) -> Measured | None:
 def sampler_mismatch(recorded: Recorded) -> Measured | None:
     """Mean |ln μ − ln π| of drawn tokens, μ the sampler and π the policy at the start of the step [nats]."""
     tokens = recorded.drawn
-    known = tokens[tokens["behavior_logp"].notna()] if len(tokens) else tokens
+    known = tokens[tokens["behavior_logp"].notna()]
     if len(known) < FEWEST_TOKENS:
         return None
     gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
@@ -158,7 +157,7 @@ def sampler_mismatch(recorded: Recorded) -> Measured | None:
 def sampler_temperature(recorded: Recorded) -> Measured | None:
     """|1/T − 1| of the sampler's temperature T relative to the recorded one, where T explains nine tenths of ln μ − ln π; else 0."""
     tokens = recorded.drawn
-    known = tokens[tokens["behavior_logp"].notna()] if len(tokens) else tokens
+    known = tokens[tokens["behavior_logp"].notna()]
     if len(known) < FEWEST_TOKENS:
         return None
     gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
@@ -174,7 +173,7 @@ def sampler_temperature(recorded: Recorded) -> Measured | None:
 def first_ratio(recorded: Recorded) -> Measured | None:
     """Mean |ln(π/π_old)| of tokens at their first use, before any update of the step [nats]."""
     tokens = recorded.drawn
-    first = tokens[(tokens["update"] == 0) & (tokens["ratio"] > 0)] if len(tokens) else tokens
+    first = tokens[(tokens["update"] == 0) & (tokens["ratio"] > 0)]
     if len(first) < FEWEST_TOKENS:
         return None
     gap = -np.log(first["ratio"].to_numpy(float))  # ln π_old − ln π
@@ -232,8 +231,8 @@ def later_ratio(recorded: Recorded) -> Measured | None:
 def reference_at_start(recorded: Recorded) -> Measured | None:
     """Mean |ln π_ref − ln π| at the first step, where the policy is its reference [nats]."""
     tokens = recorded.drawn
-    first = tokens[tokens["step"] == 1] if len(tokens) else tokens
-    gap = (first["ref_logp"] - first["logp"]).dropna().abs() if len(first) else pd.Series()
+    first = tokens[tokens["step"] == 1]
+    gap = (first["ref_logp"] - first["logp"]).dropna().abs()
     if len(gap) < FEWEST_TOKENS:
         return None
     return Measured(value=float(gap.mean()), facts={"step": 1, "largest": float(gap.max())})
@@ -243,8 +242,8 @@ def reference_at_start(recorded: Recorded) -> Measured | None:
 def reference_stays(recorded: Recorded) -> Measured | None:
     """Share of later steps at which ln π_ref = ln π for every token, though the policy has moved."""
     tokens = recorded.drawn
-    later = tokens[tokens["step"] >= 3] if len(tokens) else tokens
-    known = later[later["ref_logp"].notna()] if len(later) else later
+    later = tokens[tokens["step"] >= 3]
+    known = later[later["ref_logp"].notna()]
     if len(known) < FEWEST_TOKENS or not recorded.updates["update_norm"].gt(0).any():
         return None
     gap = (known["ref_logp"] - known["logp"]).abs().groupby(known["step"]).max()

@@ -81,7 +81,6 @@ def shares(recorded: Recorded) -> Measured | None:
         "first_step": int(sums.index[0]),
         "last": float(sums.iloc[-1]),
         "steps": len(sums),
-        "off": int((off > 0.02).sum()),
         "entropy": [float(entropy.iloc[0]), float(entropy.iloc[-3:].mean())]
         if len(entropy)
         else [],
@@ -126,13 +125,11 @@ def update_bound(recorded: Recorded) -> Measured | None:
     ratio = made["update_norm"] / (made["lr"] * math.sqrt(count))
     moved = layers_of(made, "update_norm_by_layer")
     pulled = layers_of(made, "grad_norm_by_layer")
-    norms = float(sum(share for name, share in moved.items() if str(name).endswith("norm")))
     quiet = made[made["grad_norm"] <= 1e-6]
     facts = {
         "layer": str(moved.index[0]) if len(moved) else "",
         "share": float(moved.iloc[0]) if len(moved) else 0.0,
         "gradient_share": float(pulled.get(moved.index[0], 0.0)) if len(moved) else 0.0,
-        "norms": norms,
         "quiet": float(ratio[quiet.index].median()) if len(quiet) else math.nan,
         "weight_decay": recorded.weight_decay,
         "lr": float(made["lr"].iloc[0]),

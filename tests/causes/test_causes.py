@@ -14,6 +14,7 @@ from sharpscope.causes import REGISTRY, check_recorded, name_causes
 from sharpscope.causes.identity import beyond_chance, spans
 from sharpscope.causes.named import _TEXTS, RULES
 from sharpscope.causes.recorded import Recorded
+from sharpscope.causes.temperature import drawn_temperature, log_partition
 from sharpscope.causes.verdict import Verdict
 from tests.causes import planted
 from tests.causes.planted import END, GROUPS, LR, PARAMETERS, SIZE, STEPS
@@ -101,20 +102,61 @@ def test_prefix_numbers_are_equal_exactly_where_the_prefixes_are(healthy):
     assert len(seen) == len(set(seen.values())) > 500
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_temperature_is_found_from_the_sampler(healthy, seed):
-    sampler = planted.healthy(seed, sharp=1 / 0.6)
-    logp = []
-    ids = sampler.tokens.groupby(["step", "rollout"])["token_id"].agg(list)
-    for row in sampler.tokens.itertuples():
+def at_temperature(recorded: Recorded, heat: float) -> list[float]:
+    """ln μ of the tokens for a sampler at `heat` times the policy's temperature."""
+    ids = recorded.tokens.groupby(["step", "rollout"])["token_id"].agg(list)
+    found = []
+    for row in recorded.tokens.itertuples():
         prompt = 100 * row.step + row.rollout // SIZE
         before = ids[row.step, row.rollout][: row.position]
-        logp.append(math.log(planted.distribution((prompt, *before), 1 / 0.6)[row.token_id]))
-    recorded = with_tokens(sampler, behavior_logp=logp)
+        p = planted.distribution((prompt, *before), 1 / heat)
+        found.append(math.log(p[row.token_id]))
+    return found
+
+
+@pytest.mark.parametrize("heat", [0.4, 0.6, 0.8, 1.25, 1.6])
+def test_the_temperature_is_found_from_the_sampler(heat):
+    sampler = planted.healthy(0, sharp=1 / heat)
+    recorded = with_tokens(sampler, behavior_logp=at_temperature(sampler, heat))
     assert named(recorded)[0] == "sampling_temperature"
     cause = name_causes(check_recorded(recorded), recorded)[0]
     found = float(cause.sentence.split("about ")[1].split(" times")[0])
-    assert found == pytest.approx(0.6, abs=0.12)
+    assert found == pytest.approx(heat, rel=0.03)
+
+
+@pytest.mark.parametrize("heat", [0.5, 0.7, 1.0, 1.4])
+def test_the_temperature_is_found_from_drawn_tokens(heat):
+    drawn = pd.concat([planted.healthy(seed, sharp=1 / heat).drawn for seed in range(2)])
+    assert drawn_temperature(drawn) == pytest.approx(heat, rel=0.15)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.5, 2.5])
+def test_the_partition_of_two_levels_is_exact(power):
+    random = np.random.default_rng(0)
+    rows = []
+    for others in some([1, 4, 30]):
+        p = random.uniform(0.5, 0.99)
+        levels = np.array([p, *[(1 - p) / others] * others])
+        facts = {"entropy": -(levels * np.log(levels)).sum(), "collision": (levels**2).sum()}
+        rows.append(facts | {"exact": math.log((levels**power).sum())})
+    frame = pd.DataFrame(rows)
+    np.testing.assert_allclose(log_partition(frame, power), frame["exact"], atol=2e-3)
+
+
+def test_beginnings_are_those_of_a_slow_loop(healthy):
+    recorded = prompt_in_rows(healthy)
+    found = recorded.beginnings
+    expected = []
+    for _, part in some(recorded.drawn.groupby(["step", "group"])):
+        rows = [r.sort_values("position") for _, r in part.groupby("rollout")]
+        common = 0
+        while len({tuple(r["token_id"][: common + 1]) for r in rows}) == 1:
+            common += 1
+        nats = -np.mean([r["logp"][:common].sum() for r in rows])
+        expected.append((common, (len(rows) - 1) * nats, max(r["length"].iloc[0] for r in rows)))
+    assert found["tokens"].tolist() == [common for common, *_ in expected]
+    np.testing.assert_allclose(found["evidence"], [nats for _, nats, _ in expected], rtol=1e-9)
+    assert found["longest"].tolist() == [longest for *_, longest in expected]
 
 
 def test_the_kl_coefficient_is_read_from_tokens_without_advantage(healthy):
@@ -326,7 +368,79 @@ def other_reference(recorded: Recorded) -> Recorded:
     return planted.with_loss(recorded, distance=0.5)
 
 
+def moved_advantages(recorded: Recorded) -> Recorded:
+    by_step = recorded.rollouts.groupby("step")["advantage"]
+    return with_rows(recorded, advantage=by_step.transform(lambda part: np.roll(part, 1)))
+
+
+def by_slot(recorded: Recorded) -> Recorded:
+    rows = recorded.rollouts
+    slot = rows.groupby(["step", rows["rollout"] % SIZE])["reward"].transform("mean")
+    return with_rows(recorded, advantage=rows["reward"] - slot)
+
+
+def cut_pays(recorded: Recorded) -> Recorded:
+    cut = recorded.rollouts["truncated"].astype(float)
+    noise = np.random.default_rng(0).normal(size=len(cut))
+    return with_rows(recorded, reward=cut + 0.1 * noise)
+
+
+def padded_rows(recorded: Recorded) -> Recorded:
+    """Two padding tokens follow each row's end in the loss."""
+    ends = recorded.tokens[recorded.tokens["token_id"] == END]
+    more = [ends.assign(position=ends["position"] + n, token_id=0, logp=-30.0) for n in (1, 2)]
+    tokens = pd.concat([recorded.tokens, *more]).sort_values(["step", "rollout", "position"])
+    return replace(recorded, tokens=tokens.reset_index(drop=True))
+
+
+def masked_early(recorded: Recorded) -> Recorded:
+    told = event(prompt_in_rows(recorded), "end_outside_loss", "the end token", value=1.0)
+    return told
+
+
+def old_of_neighbor(recorded: Recorded) -> Recorded:
+    old = recorded.tokens.groupby(["step", "rollout"])["logp"].shift(1)
+    old = old.fillna(recorded.tokens["logp"])
+    return with_tokens(recorded, ratio=np.exp(recorded.tokens["logp"] - old))
+
+
+def old_at(heat: float) -> object:
+    def plant(recorded: Recorded) -> Recorded:
+        old = np.array(at_temperature(recorded, heat))
+        return with_tokens(recorded, ratio=np.exp(recorded.tokens["logp"] - old))
+
+    return plant
+
+
+def summed_micro_batches(recorded: Recorded) -> Recorded:
+    """Two micro-batches of the rows in order, each a mean over its own tokens."""
+    tokens = recorded.tokens
+    half = tokens["rollout"] >= GROUPS * SIZE // 2
+    size = tokens.groupby(["step", half])["token_id"].transform("size")
+    coefficient = -tokens["advantage"] / size
+    return with_tokens(recorded, loss_coef=coefficient, kl_coef=math.nan, ref_logp=math.nan)
+
+
+def stopping(recorded: Recorded) -> Recorded:
+    late = recorded.updates["step"] >= 4
+    moved = recorded.updates["update_norm"].where(~late, 0.0)
+    return with_updates(recorded, lr=recorded.updates["lr"].where(~late, 0.0), update_norm=moved)
+
+
 PLANTED = {
+    "advantages_of_other_rows": moved_advantages,
+    "baseline_of_other_rows": by_slot,
+    "cut_rewarded": cut_pays,
+    "padding_in_loss": padded_rows,
+    "end_not_in_loss": lambda r: event(r, "end_outside_loss", "the end token", value=0.9),
+    "mask_shifted": masked_early,
+    "loss_pass_differs": lambda r: event(r, "trl_statistics", "other log-probabilities", value=0.6),
+    "old_logp_differs": old_of_neighbor,
+    "flatter_sampling": lambda r: with_tokens(
+        planted.healthy(0, sharp=0.6), behavior_logp=math.nan
+    ),
+    "accumulation_not_divided": summed_micro_batches,
+    "learning_rate_ends": stopping,
     "reward_not_finite": infinite,
     "mixed_groups": mixed,
     "equal_completions": equal_rows,
@@ -391,7 +505,7 @@ def swapped(recorded: Recorded) -> Recorded:
                 "step": row.step,
                 "rollout": row.rollout,
                 "position": at,
-                "token_id": END,
+                "token_id": END if at == 3 else 2,
                 "logp": total / 4,
             }
             for at in range(4)
@@ -448,6 +562,62 @@ def test_what_stopped_a_recorder_is_named(healthy, cause, method, rule, message)
 def test_an_autopsy_is_named(healthy, cause, message):
     broken = with_updates(healthy, loss=[0.1, *[math.nan] * (STEPS - 1)])
     assert named(event(broken, "not_finite", message)) == [cause]
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        (old_of_neighbor, "shifted by one"),
+        (old_at(0.6), "at 0.60 times the temperature"),
+        (lambda r: with_tokens(r, ratio=np.exp(1.0 + 0.0 * r.tokens["logp"])), "is open"),
+    ],
+)
+def test_what_the_old_policy_is_is_told_where_it_can_be(healthy, plant, said):
+    recorded = plant(healthy)
+    cause = name_causes(check_recorded(recorded), recorded)[0]
+    assert cause.name == "old_logp_differs" and said in cause.sentence
+
+
+def test_a_ratio_to_the_sampler_is_told_by_the_sampler(healthy):
+    """An old policy that is the sampler's is named by what the sampler does."""
+    sampler = planted.healthy(0, sharp=1 / 0.6)
+    logp = at_temperature(sampler, 0.6)
+    ratio = np.exp(sampler.tokens["logp"] - logp)
+    assert named(with_tokens(sampler, behavior_logp=logp, ratio=ratio)) == ["sampling_temperature"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("they differ; in rows without padding they agree", "count padding"),
+        ("they differ padding stands between the tokens of a row", "padded on the right"),
+        ("they differ", "is open"),
+    ],
+)
+def test_what_the_loss_reads_is_told_where_it_can_be(healthy, text, said):
+    recorded = event(healthy, "trl_statistics", text, value=0.6)
+    assert said in name_causes(check_recorded(recorded), recorded)[0].sentence
+
+
+@pytest.mark.parametrize("offset", [-2, 1, 3])
+def test_the_number_of_rows_that_advantages_are_moved_by_is_told(healthy, offset):
+    by_step = healthy.rollouts.groupby("step")["advantage"]
+    moved = with_rows(healthy, advantage=by_step.transform(lambda part: np.roll(part, offset)))
+    assert check_recorded(moved)["group_mean"].facts["offset"] == -offset
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("over", ["tokens", "rows"])
+def test_the_number_of_summed_means_is_counted(healthy, pieces, over):
+    tokens = healthy.tokens
+    block = tokens["rollout"] * pieces // (GROUPS * SIZE)
+    rows = GROUPS * SIZE // pieces
+    length = tokens.groupby(["step", "rollout"])["token_id"].transform("size")
+    size = tokens.groupby(["step", block])["token_id"].transform("size")
+    divisor = size if over == "tokens" else length * rows
+    planted_loss = {"loss_coef": -tokens["advantage"] / divisor, "kl_coef": math.nan}
+    result = check_recorded(with_tokens(healthy, **planted_loss, ref_logp=math.nan))["loss_scale"]
+    assert result.facts["pieces"] == pieces and result.value == pytest.approx(1 - 1 / pieces)
 
 
 # -- What is said
