@@ -256,7 +256,7 @@ def special_tokens(recorded: Recorded) -> Measured | None:
     """Share of completions with special tokens other than the tokenizer's end and padding, where all completions are cut."""
     tokens, words = recorded.drawn, recorded.words
     odd = [token for token in words.special if token not in (words.end, words.pad)]
-    if len(tokens) < FEWEST_TOKENS or not odd:
+    if len(tokens) < FEWEST_TOKENS or not words.special:
         return None
     inside = tokens[tokens["token_id"].isin(odd)]
     cut = float(recorded.rollouts["truncated"].astype(float).mean())
