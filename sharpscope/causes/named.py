@@ -144,7 +144,7 @@ _when(
 _when("end_not_in_loss", "end_in_loss", lambda facts: facts["before"] <= 1)
 
 
-_when("padding_in_loss", "behind_the_end")
+_when("padding_in_loss", "padding_in_loss")
 
 
 _when("prompt_in_loss", "prompt_outside_loss")  # the first prompt token of a padded row
@@ -171,7 +171,7 @@ def inserted_token(found: Found) -> Facts | None:
     """One token, inside rows, in which nothing else is odd."""
     facts = found["improbable_tokens"]
     known = found.keys() & {
-        *("common_beginning", "sampler_mismatch", "surprise_at_start", "behind_the_end")
+        *("common_beginning", "sampler_mismatch", "surprise_at_start", "padding_in_loss")
     }
     return facts if facts["last"] <= 0.8 and facts["same"] > 0.5 and not known else None
 
@@ -222,7 +222,7 @@ def other_template(found: Found) -> Facts | None:
 def loss_pass_differs(found: Found) -> Facts | None:
     """A forward pass of the loss that is not the model's on the tokens without padding."""
     facts = found["trainer_logp"]
-    if "behind_the_end" in found:  # what is compared is then a loss of other tokens
+    if "padding_in_loss" in found:  # what is compared is then a loss of other tokens
         return None
     how = "the attention mask, positions, another model or kernels are possible, and which it is is open"
     if "padding stands between" in facts["message"]:
@@ -285,7 +285,7 @@ def sharper_sampling(found: Found) -> Facts | None:
 def flatter_sampling(found: Found) -> Facts | None:
     """Tokens that are more surprising than the policy says from the first step on, at all positions."""
     facts = found["surprise"]
-    known = {"sampler_mismatch", "common_beginning", "surprise_at_start", "behind_the_end"}
+    known = {"sampler_mismatch", "common_beginning", "surprise_at_start", "padding_in_loss"}
     if found.keys() & {*known, "special_tokens", "first_ratio", "trainer_logp"}:
         return None
     one = found.get("improbable_tokens", {"same": 0.0})["same"] > 0.5  # a token that was put there
@@ -322,7 +322,7 @@ def entropy_sign(found: Found) -> Facts | None:
     """Wrong from the first step on, while the entropy falls."""
     facts = found["shares"]
     falls = len(facts["entropy"]) == 2 and facts["entropy"][1] < 0.8 * facts["entropy"][0]
-    known = found.keys() & {"equal_prefixes", "trainer_logp", "behind_the_end"}
+    known = found.keys() & {"equal_prefixes", "trainer_logp", "padding_in_loss"}
     if known or abs(facts["first"] - 1) < 0.02 or not falls:
         return None
     return {**facts, "before": facts["entropy"][0], "after": facts["entropy"][1]}

@@ -239,12 +239,10 @@ def cut_reward(recorded: Recorded) -> Measured | None:
     cut = rows["truncated"].astype(float)
     both = _within(pd.DataFrame({"cut": cut, "reward": rows["reward"].astype(float)}), rows)
     correlation = float(_correlations(both[["cut"]], both["reward"])["cut"])
-    by_step = cut.groupby(rows["step"]).mean()
     facts = {
         "cut": float(rows.loc[cut > 0, "reward"].mean()),
         "ended": float(rows.loc[cut == 0, "reward"].mean()),
-        "before": float(by_step.iloc[0]),
-        "after": float(by_step.iloc[-1]),
+        "share": float(cut.mean()),
         "step": first_step(rows[cut > 0]),
     }
     enough = cut.mean() > 0.02 and cut.sum() >= 8

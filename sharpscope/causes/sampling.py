@@ -12,7 +12,7 @@ from sharpscope.causes.temperature import drawn_temperature, told_temperature
 STARTS = 8
 """Positions at a completion's beginning that are looked at one by one."""
 IMPROBABLE = 7.0
-"""Surprisal −ln π from which a drawn token is improbable [nats]: at most 1 in 1,100 tokens from a flat distribution."""
+"""−ln π − H from which a drawn token is improbable [nats]."""
 FEWEST_TOKENS = 200
 """Tokens below which a mean over tokens is not judged."""
 ROUNDING = 1e-3
@@ -111,12 +111,15 @@ def equal_completions(recorded: Recorded) -> Measured | None:
 
 @identity
 def improbable_tokens(recorded: Recorded) -> Measured | None:
-    """Share of drawn tokens behind the beginning with −ln π > 7 nats: tokens that somebody else put there."""
+    """Share of one token, where it is improbable (−ln π − H > 7 nats), among drawn tokens behind the beginning.
+
+    A large vocabulary has many improbable tokens, of which each is drawn once; one that somebody puts there comes again.
+    """
     tokens = recorded.drawn
     inner = tokens[tokens["position"] >= STARTS]
     if len(inner) < FEWEST_TOKENS:
         return None
-    odd = inner[-inner["logp"] > IMPROBABLE]
+    odd = inner[inner["surprise"] > IMPROBABLE]
     last = odd["position"] == odd["length"] - 1
     ids = odd["token_id"].value_counts()
     facts = {
@@ -127,7 +130,7 @@ def improbable_tokens(recorded: Recorded) -> Measured | None:
         "rows": odd[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
         "step": first_step(odd),
     }
-    return Measured(value=len(odd) / len(inner), facts=facts)
+    return Measured(value=(ids.iloc[0] if len(ids) else 0) / len(inner), facts=facts)
 
 
 @identity

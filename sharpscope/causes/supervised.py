@@ -110,14 +110,22 @@ def pair_margins(recorded: Recorded) -> Measured | None:
     return Measured(value=float(-low / high) if judged else 0.0, facts=facts)
 
 
+def _told(recorded: Recorded, *rules: str) -> Measured:
+    """The value of what a recorder reported by some rules, 0 where it did not, and its text."""
+    events = recorded.events[recorded.events["rule"].isin(rules)]
+    value = 0.0 if events.empty else float(events["value"].max())
+    facts = {"message": " ".join(events["message"]), "step": first_step(events)}
+    return Measured(value=value, facts=facts)
+
+
 @identity
 def labels(recorded: Recorded) -> Measured | None:
     """1 where a recorder found labels that are not the tokens of their own positions."""
     if not recorded.supervised:
         return None
-    found = [text for text in refusals(recorded) if "labels" in text]
-    facts = {"message": found[0] if found else "", "moved": any("moved by" in t for t in found)}
-    return Measured(value=float(bool(found)), facts=facts | {"step": 1})
+    text = str(_told(recorded, "recorder").facts["message"])
+    facts = {"message": text, "moved": "moved by" in text, "step": 1}
+    return Measured(value=float("labels" in text), facts=facts)
 
 
 @identity
@@ -125,56 +133,30 @@ def prompt_outside_loss(recorded: Recorded) -> Measured | None:
     """1 where a recorder stopped since the first token of a left-padded row is in the loss."""
     if recorded.supervised:
         return None
-    found = [text for text in refusals(recorded) if "predicted from padding" in text]
-    return Measured(value=float(bool(found)), facts={"step": 1, "tokens": 1})
+    text = str(_told(recorded, "recorder").facts["message"])
+    return Measured(value=float("predicted from padding" in text), facts={"step": 1, "tokens": 1})
 
 
 @identity
-def behind_the_end(recorded: Recorded) -> Measured | None:
-    """Share of the tokens in the loss that are an end or padding token and follow one, or of rows with masked tokens in it."""
-    tokens, words = recorded.tokens, recorded.words
-    ends = [token for token in (words.end, words.pad) if token is not None]
-    told = recorded.events[recorded.events["rule"] == "padding_in_loss"]
-    if len(told):
-        share = float(told["value"].max())
-        where = f"where the attention mask is 0, in {share:.0%} of the rows"
-        return Measured(value=share, facts={"where": where, "step": first_step(told)})
-    if tokens.empty or not ends:
-        return None
-    end = tokens["token_id"].isin(ends).to_numpy()
-    row = tokens["step"].to_numpy() * (tokens["rollout"].max() + 1) + tokens["rollout"].to_numpy()
-    behind = end[1:] & end[:-1] & (row[1:] == row[:-1])
-    odd = tokens[1:][behind]
-    where = f"{len(odd)} tokens behind a row's end token"
-    return Measured(value=len(odd) / len(tokens), facts={"where": where, "step": first_step(odd)})
+def padding_in_loss(recorded: Recorded) -> Measured | None:
+    """Share of rows with tokens in the loss that are behind their end, or where the attention mask is 0."""
+    return _told(recorded, "padding_in_loss")
 
 
 @identity
 def end_in_loss(recorded: Recorded) -> Measured | None:
     """Share of rows whose end token stands right behind the last token in the loss."""
-    events = recorded.events
-    told = events[events["rule"] == "end_outside_loss"]
-    if recorded.supervised or recorded.drawn.empty:
+    if recorded.drawn.empty:
         return None
-    beginnings = recorded.beginnings["tokens"]
+    told, beginnings = _told(recorded, "end_outside_loss"), recorded.beginnings["tokens"]
     before = float(beginnings.median()) if len(beginnings) else 0.0
-    facts = {"step": first_step(told), "before": before}
-    return Measured(value=float(told["value"].max()) if len(told) else 0.0, facts=facts)
+    return Measured(value=told.value, facts={**told.facts, "before": before})
 
 
 @identity
 def trainer_logp(recorded: Recorded) -> Measured | None:
     """Mean difference of the trainer's log-probabilities from the recorder's, where no dropout is on [nats]."""
-    events = recorded.events
-    if recorded.tokens.empty or "dropout" in set(events["rule"]):
+    if recorded.tokens.empty or "dropout" in set(recorded.events["rule"]):
         return None
-    told = events[events["rule"] == "trl_statistics"]
-    text = " ".join(events["message"][events["rule"].isin(["trl_statistics", "padding_inside"])])
-    facts = {"message": text, "step": first_step(told)}
-    return Measured(value=float(told["value"].max()) if len(told) else 0.0, facts=facts)
-
-
-def refusals(recorded: Recorded) -> list[str]:
-    """Why a recorder stopped."""
-    events = recorded.events
-    return [str(text) for text in events["message"][events["rule"] == "recorder"]]
+    text = _told(recorded, "trl_statistics", "padding_inside").facts
+    return Measured(value=_told(recorded, "trl_statistics").value, facts=text)

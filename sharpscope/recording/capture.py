@@ -420,26 +420,27 @@ def sequences_of(
 
 LAYOUT = {
     "end_outside_loss": "the end token stands right behind the last token in the loss",
-    "padding_in_loss": "the loss counts tokens where the attention mask is 0",
+    "padding_in_loss": "the loss counts tokens behind a row's end, or where the attention mask is 0",
     "padding_inside": "padding stands between the tokens of a row",
 }
 """Event -> what may be odd about where a micro-batch has its tokens, its padding and its loss."""
 
 
 def odd_layout(
-    ids: Tensor, present: Tensor, counted: Tensor, ends: Sequence[int]
+    ids: Tensor, present: Tensor, counted: Tensor, ends: Sequence[int], pad: int
 ) -> dict[str, float]:
-    """Event of `LAYOUT` -> share of the rows (n, L) that have it; `ends` are the IDs of end tokens."""
+    """Event of `LAYOUT` -> share of the rows (n, L) that have it; `ends` are the IDs of end tokens, `pad` that of padding."""
     there, end = present.bool(), torch.isin(ids, torch.tensor(ends, device=ids.device))
     columns = torch.arange(ids.shape[1], device=ids.device)
     last = torch.where(counted, columns, -1).amax(1, keepdim=True)  # (n, 1)
     behind = end & ~counted & there & (columns == last + 1)
     ended = (end & (columns == last)).any(1)
+    closed = (end & counted)[:, :-1] & (end | (ids == pad))[:, 1:] & counted[:, 1:]
     later = there.flip(1).long().cumsum(1).flip(1) > 0
     earlier = there.long().cumsum(1) > 0
     rows = {
         "end_outside_loss": behind.any(1) & ~ended & (last >= 0)[:, 0],
-        "padding_in_loss": (counted & ~there).any(1),
+        "padding_in_loss": (counted & ~there).any(1) | closed.any(1),
         "padding_inside": (~there & later & earlier).any(1),
     }
     return {name: float(found.float().mean()) for name, found in rows.items()}

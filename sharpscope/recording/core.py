@@ -760,7 +760,8 @@ class Recorder(Guard):
 
     def check_layout(self, ids: Tensor, present: Tensor, counted: Tensor) -> None:
         """Report once where end tokens and padding of a micro-batch (n, L) are oddly in the loss, or out of it."""
-        for name, share in odd_layout(ids, present, counted, self.policy.eos_ids).items():
+        tokens = self.policy.eos_ids, self.policy.pad_id
+        for name, share in odd_layout(ids, present, counted, *tokens).items():
             if share > 0.1 and name not in self._reported:
                 self._reported.add(name)
                 self.event(name, "warning", LAYOUT[name], share)

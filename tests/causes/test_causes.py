@@ -385,17 +385,8 @@ def cut_pays(recorded: Recorded) -> Recorded:
     return with_rows(recorded, reward=cut + 0.1 * noise)
 
 
-def padded_rows(recorded: Recorded) -> Recorded:
-    """Two padding tokens follow each row's end in the loss."""
-    ends = recorded.tokens[recorded.tokens["token_id"] == END]
-    more = [ends.assign(position=ends["position"] + n, token_id=0, logp=-30.0) for n in (1, 2)]
-    tokens = pd.concat([recorded.tokens, *more]).sort_values(["step", "rollout", "position"])
-    return replace(recorded, tokens=tokens.reset_index(drop=True))
-
-
 def masked_early(recorded: Recorded) -> Recorded:
-    told = event(prompt_in_rows(recorded), "end_outside_loss", "the end token", value=1.0)
-    return told
+    return event(prompt_in_rows(recorded), "end_outside_loss", "the end token", value=1.0)
 
 
 def old_of_neighbor(recorded: Recorded) -> Recorded:
@@ -431,7 +422,7 @@ PLANTED = {
     "advantages_of_other_rows": moved_advantages,
     "baseline_of_other_rows": by_slot,
     "cut_rewarded": cut_pays,
-    "padding_in_loss": padded_rows,
+    "padding_in_loss": lambda r: event(r, "padding_in_loss", "behind a row's end", value=0.8),
     "end_not_in_loss": lambda r: event(r, "end_outside_loss", "the end token", value=0.9),
     "mask_shifted": masked_early,
     "loss_pass_differs": lambda r: event(r, "trl_statistics", "other log-probabilities", value=0.6),

@@ -20,10 +20,11 @@ RIGHT = [[0, 0, 0, 1, 1, 0], [0, 0, 1, 1, 0, 0]]
         ([[0, 0, 0, 1, 0, 0], [0, 0, 1, 1, 0, 0]], PRESENT, {"end_outside_loss": 0.5}),
         ([[0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0]], PRESENT, {"end_outside_loss": 1.0}),
         ([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]], PRESENT, {"padding_in_loss": 0.5}),
+        ([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0]], torch.ones(2, 6), {"padding_in_loss": 0.5}),
         (RIGHT, torch.tensor([[0, 1, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0]]), {"padding_inside": 0.5}),
         ([[0] * 6, [0] * 6], PRESENT, {}),
     ],
 )
 def test_shares_of_rows_with_an_odd_layout(counted, present, odd):
-    found = odd_layout(IDS, present, torch.tensor(counted).bool(), (END,))
+    found = odd_layout(IDS, present, torch.tensor(counted).bool(), (END,), PAD)
     assert found == {"end_outside_loss": 0.0, "padding_in_loss": 0.0, "padding_inside": 0.0} | odd
