@@ -154,8 +154,7 @@ class Recorded:
         group = drawn.groupby(["step", "group"]).ngroup().to_numpy()
         rows = ~drawn.duplicated(["step", "rollout"]).to_numpy()
         size = np.bincount(group[rows])
-        longest = np.zeros(len(size))
-        np.maximum.at(longest, group, drawn["length"].to_numpy(float))
+        longest = drawn.groupby(group)["length"].max().to_numpy()
         _, first, same, count = np.unique(
             self.prefix[drawn.index], return_index=True, return_inverse=True, return_counts=True
         )

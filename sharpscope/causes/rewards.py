@@ -70,7 +70,6 @@ def reward_varies(recorded: Recorded) -> Measured | None:
         "distinct": distinct,
         "count": len(rows),
         "parts": [str(name) for name in _parts(rows).columns],
-        "step": first_step(rows),
     }
     return Measured(value=float(constant), facts=facts)
 
@@ -167,17 +166,11 @@ def reward_of_completion(recorded: Recorded) -> Measured | None:
     if differing:
         moved = {}
         for offset in OFFSETS:
-            parts = rows.groupby("step")["reward"]
-            shifted = pd.concat([_rolled(part, offset) for _, part in parts])
+            shifted = rows.groupby("step")["reward"].transform(np.roll, shift=offset)
             moved[offset] = _differing(rows, shifted, key)[1] / pairs
         best = min(moved, key=lambda offset: moved[offset])
         facts |= {"offset": best, "moved": moved[best]}
     return Measured(value=differing / pairs, facts=facts)
-
-
-def _rolled(values: pd.Series, offset: int) -> pd.Series:
-    """The values moved by `offset` rows, the last to the front."""
-    return pd.Series(np.roll(values.to_numpy(), offset), index=values.index)
 
 
 def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[int, int]:
@@ -242,7 +235,6 @@ def cut_reward(recorded: Recorded) -> Measured | None:
     facts = {
         "cut": float(rows.loc[cut > 0, "reward"].mean()),
         "ended": float(rows.loc[cut == 0, "reward"].mean()),
-        "share": float(cut.mean()),
         "step": first_step(rows[cut > 0]),
     }
     enough = cut.mean() > 0.02 and cut.sum() >= 8

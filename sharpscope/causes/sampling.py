@@ -181,17 +181,18 @@ def first_ratio(recorded: Recorded) -> Measured | None:
         return None
     gap = -np.log(first["ratio"].to_numpy(float))  # ln π_old − ln π
     size = np.abs(gap)
-    facts: dict[str, object] = {"step": first_step(first)}
-    if size.mean() > ROUNDING:
-        heat = told_temperature(first, gap)
-        old = pd.Series(gap + first["logp"].to_numpy(float), index=first.index)
-        facts |= {
-            "first": float(size[first["step"] == first["step"].min()].mean()),
-            "temperature": heat.temperature,
-            "r2": heat.explained,
-            "moved": _moved(first, old) / float(size.mean()),
-            "of_sampler": float((old - first["behavior_logp"]).abs().mean()) < ROUNDING,
-        }
+    if size.mean() < ROUNDING:
+        return Measured(value=float(size.mean()), facts={})
+    heat = told_temperature(first, gap)
+    old = pd.Series(gap + first["logp"].to_numpy(float), index=first.index)
+    facts = {
+        "step": first_step(first),
+        "first": float(size[first["step"] == first["step"].min()].mean()),
+        "temperature": heat.temperature,
+        "r2": heat.explained,
+        "moved": _moved(first, old) / float(size.mean()),
+        "of_sampler": float((old - first["behavior_logp"]).abs().mean()) < ROUNDING,
+    }
     return Measured(value=float(size.mean()), facts=facts)
 
 
@@ -238,7 +239,7 @@ def reference_at_start(recorded: Recorded) -> Measured | None:
     gap = (first["ref_logp"] - first["logp"]).dropna().abs()
     if len(gap) < FEWEST_TOKENS:
         return None
-    return Measured(value=float(gap.mean()), facts={"step": 1, "largest": float(gap.max())})
+    return Measured(value=float(gap.mean()), facts={"largest": float(gap.max())})
 
 
 @identity

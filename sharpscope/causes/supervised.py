@@ -124,7 +124,7 @@ def labels(recorded: Recorded) -> Measured | None:
     if not recorded.supervised:
         return None
     text = str(_told(recorded, "recorder").facts["message"])
-    facts = {"message": text, "moved": "moved by" in text, "step": 1}
+    facts = {"message": text, "moved": "moved by" in text}
     return Measured(value=float("labels" in text), facts=facts)
 
 
@@ -134,7 +134,7 @@ def prompt_outside_loss(recorded: Recorded) -> Measured | None:
     if recorded.supervised:
         return None
     text = str(_told(recorded, "recorder").facts["message"])
-    return Measured(value=float("predicted from padding" in text), facts={"step": 1, "tokens": 1})
+    return Measured(value=float("predicted from padding" in text), facts={"tokens": 1})
 
 
 @identity
@@ -158,5 +158,5 @@ def trainer_logp(recorded: Recorded) -> Measured | None:
     """Mean difference of the trainer's log-probabilities from the recorder's, where no dropout is on [nats]."""
     if recorded.tokens.empty or "dropout" in set(recorded.events["rule"]):
         return None
-    text = _told(recorded, "trl_statistics", "padding_inside").facts
-    return Measured(value=_told(recorded, "trl_statistics").value, facts=text)
+    facts = _told(recorded, "trl_statistics", "padding_inside").facts
+    return Measured(value=_told(recorded, "trl_statistics").value, facts=facts)

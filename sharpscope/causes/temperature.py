@@ -31,15 +31,14 @@ def log_partition(tokens: pd.DataFrame, power: float) -> np.ndarray:
 
 def _two_levels(entropy: np.ndarray, collision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The probability p and ln m of the two levels with this entropy [nats] and collision Σp²."""
-    square = np.clip(collision, 1e-12, 1.0)
-    likeliest = np.clip(np.sqrt(square), 1e-9, 1 - 1e-9)
+    likeliest = np.clip(np.sqrt(collision), 1e-9, 1 - 1e-9)
     others = np.zeros_like(likeliest)
     for _ in range(ROUNDS):
         left = 1 - likeliest
         own = -likeliest * np.log(likeliest) - left * np.log(left)
         others = np.clip((entropy - own) / left, 0.0, MOST_OTHERS)
         rest = np.square(left) * np.exp(-others)
-        likeliest = np.clip(np.sqrt(np.maximum(square - rest, 0.0)), 1e-9, 1 - 1e-9)
+        likeliest = np.clip(np.sqrt(np.maximum(collision - rest, 0.0)), 1e-9, 1 - 1e-9)
     return likeliest, others
 
 

@@ -34,14 +34,12 @@ def advantage_sign(recorded: Recorded) -> Measured | None:
         return None
     wrong = (policy[counted] * chosen["advantage"]) > 0
     by_row = wrong.groupby(chosen["rollout"]).mean()
-    by_step = wrong.groupby(chosen["step"]).mean()
     rows = [int(row) for row in by_row.index[by_row > 0.5]]
     facts = {
         "rows": rows,
         "inside": float(wrong[chosen["rollout"].isin(rows)].mean()) if rows else 0.0,
         "outside": float(wrong[~chosen["rollout"].isin(rows)].mean()),
         "all": len(rows) == len(by_row),
-        "steps": [int(step) for step in by_step.index[by_step > 0.01]],
         "step": first_step(chosen[wrong]),
     }
     return Measured(value=float(wrong.mean()), facts=facts)
@@ -84,7 +82,7 @@ def shares(recorded: Recorded) -> Measured | None:
         "entropy": [float(entropy.iloc[0]), float(entropy.iloc[-3:].mean())]
         if len(entropy)
         else [],
-        "step": int(off[off > 0.02].index.min()) if (off > 0.02).any() else int(sums.index[0]),
+        "step": int(sums.index[int((off > 0.02).to_numpy().argmax())]),
     }
     return Measured(value=float(off.median()), facts=facts)
 
@@ -173,7 +171,7 @@ def loss_scale(recorded: Recorded) -> Measured | None:
         return None
     pieces = {_pieces(part) for _, part in first.groupby("step")}
     m = pieces.pop() if len(pieces) == 1 else 1
-    return Measured(value=1 - 1 / m, facts={"pieces": m, "step": first_step(first)})
+    return Measured(value=1 - 1 / m, facts={"pieces": m})
 
 
 def _pieces(tokens: pd.DataFrame) -> int:

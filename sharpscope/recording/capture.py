@@ -223,10 +223,12 @@ class StepCapture:
                 self.again.append((index, widest[-1], each["used"] & ~first))
         self.pending = widest
 
-    def compare(self, serial: int, rows: Tensor, logp: Tensor, unpadded: Tensor) -> None:
+    def compare(
+        self, serial: int, rows: Tensor, logp: Tensor, unpadded: Tensor | None = None
+    ) -> None:
         """Keep the gaps between the trainer's log-probabilities (n, T) and our forward pass's, before the first update.
 
-        `unpadded` (n,) says which rows have no padding before them.
+        `unpadded` (n,) says which rows have no padding before them; None: it is not known.
         """
         if not self.updates:
             batch = self.batch(serial)
@@ -238,7 +240,8 @@ class StepCapture:
             ours = batch.tokens.stats.logp[rows.to(batch.device), : logp.shape[1]].cpu()
             gap = (logp.detach()[:, : mask.shape[1]].cpu() - ours).abs()
             self.gaps.append(gap[mask])
-            self.unpadded_gaps.append(gap[mask & unpadded[:, None].cpu()])
+            if unpadded is not None:
+                self.unpadded_gaps.append(gap[mask & unpadded[:, None].cpu()])
 
     def joined(self) -> tuple[RolloutBatch, StepTokens, dict[int, int]]:
         """All batches so far as one, their tokens as one, and each batch's first row by its serial number."""

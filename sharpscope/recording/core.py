@@ -762,9 +762,8 @@ class Recorder(Guard):
         """Report once where end tokens and padding of a micro-batch (n, L) are oddly in the loss, or out of it."""
         tokens = self.policy.eos_ids, self.policy.pad_id
         for name, share in odd_layout(ids, present, counted, *tokens).items():
-            if share > 0.1 and name not in self._reported:
-                self._reported.add(name)
-                self.event(name, "warning", LAYOUT[name], share)
+            if share > 0.1:
+                self.warn_once(name, "warning", LAYOUT[name], share)
 
     def _check_gap(self) -> None:
         """Report where the trainer's log-probabilities are not those of the recorder."""
@@ -777,8 +776,8 @@ class Recorder(Guard):
             "prompts, kernels, another loss): loss_coef and ratio are the trainer's, statistics, weights and attribution "
             "the recorder's"
         )
-        unpadded = torch.cat([torch.zeros(0), *self.capture.unpadded_gaps])
-        if len(unpadded) and float(unpadded.mean()) < limit / 10:
+        unpadded = self.capture.unpadded_gaps
+        if unpadded and float(torch.cat(unpadded).mean()) < limit / 10:
             text += "; in rows without padding they agree"
         if self.gap > limit:
             self.event("trl_statistics", "warning", text, self.gap, limit)
