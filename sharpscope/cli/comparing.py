@@ -33,6 +33,9 @@ def compare(
     ] = None,
     prompts: Annotated[int, Option(min=2, help="Prompts of the data, and held-out ones.")] = 200,
     max_new_tokens: Annotated[int, Option(min=1, help="Length of an answer to the task.")] = 192,
+    prompt_format: Annotated[
+        str, Option(help="As in the training: auto (chat where there is a template), chat, plain.")
+    ] = "auto",
     out: Annotated[Path | None, Option(help="Folder that is written. Default: compare.")] = None,
     json: Json = False,
 ) -> None:
@@ -47,6 +50,7 @@ def compare(
     from sharpscope.analysis.sections import Section
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.run_folder import set_threads
+    from sharpscope.settings import validate
     from sharpscope.surface import read_rows, text_batches
     from sharpscope.tasks import make_task, task_choice, task_specs
     from sharpscope.traces import check_free, free_name
@@ -60,7 +64,10 @@ def compare(
         chosen = make_task(task_specs[str(choice["kind"])].model_validate(choice))
     set_threads(None, base)
     names = short_names([base, tuned])
-    first, second = (load_policy(PolicySpec(model=model)) for model in (base, tuned))
+    first, second = (
+        load_policy(validate(PolicySpec, {"model": model, "prompt_format": prompt_format}))
+        for model in (base, tuned)
+    )
     kept = rows["prompt"].drop_duplicates()[:prompts]
     batch = text_batches(first, rows[rows["prompt"].isin(kept)], label=data.stem)[0]
     tables, said = _measured(first, second, names, batch.objectives[0])

@@ -503,7 +503,7 @@ def _texts(rows: dict[Any, Row]) -> Iterator[str]:
 
 
 def _table(estimates: pd.DataFrame) -> pd.DataFrame:
-    """The values with their errors, a column for each checkpoint."""
+    """The values with their errors, a column for each checkpoint; which prompts they are on where they are on several sets."""
     import pandas as pd
 
     from sharpscope.analysis.measures import split_of
@@ -518,4 +518,5 @@ def _table(estimates: pd.DataFrame) -> pd.DataFrame:
         for each in same.to_dict("records"):
             row[each["checkpoint"]] = value_text(each["value"], _half(each), "error > value")
         rows.append(row)
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    return table if table["prompts"].nunique() > 1 else table.drop(columns="prompts")

@@ -57,16 +57,25 @@ def swap_test(
     """
     import pandas as pd
 
-    if isinstance(task, InteractiveTask):
-        raise UserError(
-            f"task, {task.name}: replies within completions, which the swap test does not do"
-        )
     if base.head.weight.shape[0] != tuned.head.weight.shape[0]:
         raise UserError("compare: the models have vocabularies of different sizes")
     prompts = [ids for ids in render_prompts(examples, base) for _ in range(samples)]
     rows = torch.arange(len(prompts))
     uniforms = completion_uniforms(seed, rows // samples, rows % samples, spec.max_new_tokens)
     draws = torch.Generator().manual_seed(seed)
+
+    def ended(row: int, tokens: list[int]) -> bool:
+        """Whether the task ends the completion at one of its stops; refused where it replies."""
+        if not isinstance(task, InteractiveTask):
+            return False
+        text = as_text(base, tokens)
+        if not any(stop in text for stop in task.stop):
+            return False
+        if task.respond(examples[row // samples], text) is not None:
+            raise UserError(
+                f"task, {task.name}: replies within completions, which the swap test does not do"
+            )
+        return True
 
     def above(bound: float) -> Choice:
         return lambda js: js > bound
@@ -77,7 +86,7 @@ def swap_test(
     made = []
 
     def measure(arm: str, share: float, choice: Choice) -> Tensor:
-        texts, js, used = _complete(base, tuned, prompts, uniforms, choice, spec)
+        texts, js, used = _complete(base, tuned, prompts, uniforms, choice, spec, ended)
         correct = [
             float(task.score(examples[row // samples], text).correct)
             for row, text in enumerate(texts)
@@ -105,6 +114,7 @@ def _complete(
     uniforms: Tensor,
     choice: Choice,
     spec: SamplingSpec,
+    ended: Callable[[int, list[int]], bool],
 ) -> tuple[list[str], Tensor, float]:
     """Completions, JS divergence at each of their positions (M,), and the share of positions drawn from the tuned model."""
     width, count = max(map(len, prompts)), len(prompts)
@@ -140,6 +150,7 @@ def _complete(
         swapped += int(chosen[going.to(device)].sum())
         for row in going.nonzero()[:, 0].tolist():
             tokens[row].append(int(token[row]))
+            going[row] = not ended(row, tokens[row])
         going &= ~torch.isin(token, ends).cpu()
         if not bool(going.any()):
             break

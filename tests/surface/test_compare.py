@@ -146,6 +146,44 @@ def rows_of(values):
     return [Estimate(**{**vars(row), **known, "std_error": 0.0}) for row in made]
 
 
+class Stopped:
+    """The toy task, whose completions end at an `a`, or get a reply there."""
+
+    name, stop = "stopped", ("a",)
+
+    def __init__(self, reply: str | None) -> None:
+        self.reply, self.task, self.texts = reply, toy(), list[str]()
+
+    def splits(self):
+        return self.task.splits()
+
+    def respond(self, example, completion):
+        return self.reply
+
+    def score(self, example, completion):
+        self.texts.append(completion)
+        return self.task.score(example, completion)
+
+
+def test_a_swap_ends_completions_where_the_task_does(policies):
+    spec, task, endless, replying = (
+        SamplingSpec(max_new_tokens=12),
+        *map(Stopped, (None, None, "b")),
+    )
+    endless.stop = ("never",)
+    examples = task.splits()["train"][:12]
+    for one in (task, endless):
+        swap_test(*policies, one, examples, spec, shares=(0.25,))
+    # of the base model, whose numbers are the same; the last token may extend beyond the stop
+    pairs = list(zip(task.texts[:12], endless.texts[:12], strict=True))
+    assert all(whole.startswith(text) for text, whole in pairs)
+    assert all(whole.find("a") < len(text) for text, whole in pairs)
+    cut = [text for text, whole in pairs if text != whole]
+    assert cut and all("a" in text for text in cut)
+    with pytest.raises(UserError, match="replies within completions"):
+        swap_test(*policies, replying, examples, spec)
+
+
 def test_a_pair_that_its_interval_does_not_tell_apart_is_said_so():
     noise = np.random.default_rng(0).normal(size=40)
     noise -= noise.mean() - 0.01
