@@ -127,14 +127,14 @@ class PlannedRun:
         return status
 
 
-def read_sweep(source: Path | Mapping[str, Any]) -> SweepSpec:
+def read_sweep(source: Path | Mapping[str, object]) -> SweepSpec:
     """Validate the configuration of a sweep, read from a file if `source` is one."""
     spec: SweepSpec = validate(SweepSpec, read_yaml(source) if isinstance(source, Path) else source)
     return spec
 
 
 def plan_sweep(
-    spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, Any] | None = None
+    spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, object] | None = None
 ) -> list[PlannedRun]:
     """Plan every run of a sweep, in the order parts, seeds, settings, methods, so that early runs can be compared.
 
@@ -164,7 +164,7 @@ def plan_sweep(
 
 
 def _plan_part(
-    spec: SweepSpec, part: SweepPart, changes: Mapping[str, Any]
+    spec: SweepSpec, part: SweepPart, changes: Mapping[str, object]
 ) -> Iterator[PlannedRun]:
     base = merge(spec.base, part.base) if part is not spec else dict(spec.base)
     # Validated here, so that a wrong method is one error and not one for each run.
@@ -206,17 +206,19 @@ def _check_existing(run: PlannedRun) -> None:
         raise UserError(f"sweep: {run.run_dir} contains a run with {other}; choose another --out")
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(settings: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Settings by path; a part that is set is an ellipsis, beside its own settings."""
-    flat: dict[str, Any] = {}
+    flat: dict[str, object] = {}
     for key, value in settings.items():
-        is_part = isinstance(value, Mapping)
-        flat[f"{prefix}{key}"] = "…" if is_part else value
-        flat |= _flat(value, f"{prefix}{key}.") if is_part else {}
+        if isinstance(value, Mapping):
+            flat[f"{prefix}{key}"] = "…"
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
-def run_name(method: str, settings: Mapping[str, Any], seed: int) -> str:
+def run_name(method: str, settings: Mapping[str, object], seed: int) -> str:
     """Name of a run, such as `grpo-sg+lr=0.0001-s3`; long names are shortened with a hash."""
     whole = "+".join(
         [method, *(f"{path.rpartition('.')[2]}={value}" for path, value in settings.items())]

@@ -475,7 +475,9 @@ def default_lr(model: str) -> float:
 
 
 def build_config(
-    file: Path | None = None, overrides: Sequence[str] = (), values: Mapping[str, Any] | None = None
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    values: Mapping[str, object] | None = None,
 ) -> RunConfig:
     """Build and validate a configuration from the defaults, a YAML file, values and overrides, in this order.
 
@@ -488,7 +490,7 @@ def build_config(
 
 
 def read_recorded(
-    folder: Path, values: Mapping[str, Any] | None = None, overrides: Sequence[str] = ()
+    folder: Path, values: Mapping[str, object] | None = None, overrides: Sequence[str] = ()
 ) -> RunConfig:
     """The configuration of a recorded run, with `out` set to its folder."""
     file = folder / CONFIG_FILE
@@ -504,7 +506,7 @@ def read_recorded(
     )
 
 
-def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_settings(data: Mapping[str, object]) -> dict[str, Any]:
     """The settings of a recorded run that this version has."""
     if "name" in data:
         raise UserError(
@@ -514,9 +516,9 @@ def recorded_settings(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_data(
-    base: Path | Mapping[str, Any] | None,
+    base: Path | Mapping[str, object] | None,
     overrides: Sequence[str] = (),
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
 ) -> dict[str, Any]:
     """The settings of `build_config` as nested values, not validated; `base`: a YAML file or its content."""
     layers = [read_yaml(base) if isinstance(base, Path) else base or {}]
@@ -530,7 +532,7 @@ def embedded_name(model: str) -> str:
     return name if name != model and name in EMBEDDED_NAMES else ""
 
 
-def make_config(data: Mapping[str, Any]) -> RunConfig:
+def make_config(data: Mapping[str, object]) -> RunConfig:
     """Validate nested values as a configuration."""
     if data.get("method") is not None:
         data = {**data, "method": expand_method(data["method"])}

@@ -61,7 +61,7 @@ class Spec(BaseModel):
         return self
 
 
-def _numbers_inside(annotation: Any) -> bool:
+def _numbers_inside(annotation: object) -> bool:
     """Whether a container's members are numbers, so that true is none of them."""
     for kind in (annotation, *typing.get_args(annotation)):
         parts = typing.get_args(kind) if typing.get_origin(kind) in CONTAINERS else ()
@@ -134,7 +134,7 @@ Real = float | Schedule
 Share = Annotated[float, Field(ge=0, le=1)] | Schedule
 
 
-def plain_types(annotation: Any) -> typing.Iterator[Any]:
+def plain_types(annotation: object) -> typing.Iterator[Any]:
     """Yield the members of a union, without the `Annotated` around them."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -147,7 +147,7 @@ def plain_types(annotation: Any) -> typing.Iterator[Any]:
         yield annotation
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
+def _models(annotation: object) -> list[type[BaseModel]]:
     """The models in a union."""
     return [
         member
@@ -156,7 +156,7 @@ def _models(annotation: Any) -> list[type[BaseModel]]:
     ]
 
 
-def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
+def kinds_of(annotation: object) -> dict[str, type[BaseModel]]:
     """The models of a union by `kind`; empty for other types."""
     models = [model for model in _models(annotation) if "kind" in model.model_fields]
     return {
@@ -166,7 +166,7 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
     }
 
 
-def part_model(annotation: Any, value: Mapping[str, Any]) -> type[BaseModel] | None:
+def part_model(annotation: object, value: Mapping[str, object]) -> type[BaseModel] | None:
     """The model in a union that `value` selects by its `kind`, or the only model."""
     kinds = kinds_of(annotation)
     members = _models(annotation)
@@ -220,7 +220,7 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
     return known
 
 
-def validate(model: type[typing.Any], data: Mapping[str, Any], prefix: str = "") -> typing.Any:
+def validate(model: type[typing.Any], data: Mapping[str, object], prefix: str = "") -> typing.Any:
     """The model of `data`, whose place in a configuration is `prefix`."""
     check_keys(model, data, prefix)
     try:
@@ -253,7 +253,7 @@ def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
     return path
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """`repr` of a value in at most 60 characters."""
     text = reprlib.repr(value)  # bounded for large values
     return text if len(text) <= 60 else text[:57] + "..."
@@ -313,7 +313,7 @@ def settings_of(
             yield replace(row, default=row.default.replace("required", ""))
 
 
-def type_text(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+def type_text(annotation: object, metadata: Sequence[object] = ()) -> str:
     """A type and its limits for users, such as `int, >= 2, <= 7 | null`."""
     arguments = typing.get_args(annotation)
     match typing.get_origin(annotation):

@@ -93,7 +93,7 @@ def to_yaml(config: BaseModel) -> str:
     return written.getvalue()
 
 
-def nested(path: str, value: Any) -> dict[str, Any]:
+def nested(path: str, value: object) -> dict[str, Any]:
     """`a.b` and a value as `{"a": {"b": value}}`."""
     for part in reversed(path.split(".")):
         value = {part: value}

@@ -157,7 +157,7 @@ def start_files(folder: Path) -> list[Path]:
     ]
 
 
-def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, Any]:
+def create_run_info(run_dir: str | Path, info: Mapping[str, object]) -> dict[str, Any]:
     """Write run.json of a new run: `info`, schema version, name, status and start time; returns it."""
     path = Path(run_dir) / RUN_FILE
     if path.exists():
@@ -180,7 +180,7 @@ def create_run_info(run_dir: str | Path, info: Mapping[str, Any]) -> dict[str, A
     return content
 
 
-def update_run_info(run_dir: str | Path, **changes: Any) -> dict[str, Any]:
+def update_run_info(run_dir: str | Path, **changes: object) -> dict[str, Any]:
     """Replace some keys of run.json atomically and return its new content."""
     return _write_info(Path(run_dir) / RUN_FILE, {**read_run_info(run_dir), **changes})
 
