@@ -79,6 +79,10 @@ def write_reductions(run_dir: str | Path, rows: Sequence[Reduction]) -> None:
             writer.append("reductions", asdict(row) | {"values": values})
 
 
+_UNIQUE = ("steps", "updates", "rollouts", "eval")
+"""Tables whose rows are told apart by their key alone."""
+
+
 class _Tables:
     """Attribute access to the tables that are read as data frames, by `_frame`."""
 
@@ -228,7 +232,16 @@ class Run(_Tables):
         Raises:
             UserError: a column does not exist.
         """
-        return _pandas(self.arrow(table, steps, columns))
+        if table not in _UNIQUE:
+            return _pandas(self.arrow(table, steps, columns))
+        names, key = _columns(table, columns), TABLES[table].key
+        rows = _pandas(self.arrow(table, steps, [*names, *(k for k in key if k not in names)]))
+        again = rows.duplicated(list(key), keep="last")
+        if again.any():  # a part that was copied beside itself
+            what = f"{int(again.sum())} rows of {table} are there twice; the later ones count"
+            warnings.warn(f"run {self.path}: {what}", stacklevel=2)
+            rows = rows[~again].reset_index(drop=True)
+        return rows[list(names)]
 
     def arrow(
         self,

@@ -48,6 +48,8 @@ def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]
     for column in TABLES[table].columns:
         if column.type == "bool":
             columns[column.name] = rng.random(count) < 0.5
+        elif column.name in TABLES[table].key and column.type.startswith("int"):
+            columns[column.name] = np.arange(count)  # a key names one row
         elif column.type.startswith("int"):
             columns[column.name] = rng.integers(-1, 2, count)
         elif column.name == "inclusion_probability":

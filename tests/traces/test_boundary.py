@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -441,3 +442,17 @@ def test_an_evaluation_of_no_prompts_counts_nothing(tmp_path):
     with TraceWriter(run) as writer:
         writer.append("eval", made | {"temperature": [0.0] * 3})
     assert evaluations(load_run(run), "heldout", 0.0) == {1: (0.75, 4)}
+
+
+@pytest.mark.parametrize("table", ["steps", "updates", "rollouts", "eval"])
+def test_rows_that_are_there_twice_count_once(sound, tmp_path, table):
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    part = min((run / "traces" / table).iterdir())
+    shutil.copy(part, part.with_name("part-000900.parquet"))
+    with pytest.warns(UserWarning, match=f"rows of {table} are there twice"):
+        found = getattr(load_run(run), table)
+    pd.testing.assert_frame_equal(found, getattr(load_run(sound), table), check_like=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        to_records(path_sections([run]))
