@@ -236,8 +236,9 @@ def swap_sentences(swap: pd.DataFrame, names: list[str]) -> Iterator[str]:
         if arm in ("changed", "random"):
             part = paired(base, correct)
             kept = f", {part.value / gain.value:.0%} of the gain" if gain.seen else ""
+            half = f" ± {part.half:.1%}" if part.half > 0 else ""
             which = "most changed" if arm == "changed" else "random"
-            yield f"  {share:.0%} {which} positions from {names[1]}: {part.value:+.1%} ± {part.half:.1%}{kept}"
+            yield f"  {share:.0%} {which} positions from {names[1]}: {part.value:+.1%}{half}{kept}"
 
 
 def _layers(weights: pd.DataFrame) -> pd.DataFrame:
