@@ -91,14 +91,18 @@ class SplitAdvantages:
     Attributes:
         parts: (completions, components) A_k, which sum to the advantage; 0 where the components cancel.
         pulls: (completions, components) the same before the division by a deviation [reward].
-        silent: (completions,) whether the advantages of its group should be 0, since all that they are made of is equal.
+        silent: (completions,) whether the advantages of its group of two or more should be 0, since all that they are made of is equal.
         cancelled: (completions,) whether components differ from the group's mean and their sum does not.
+        grouped: (completions,) whether its group has two or more completions.
+        apart: whether each component is divided by its own deviation, not by that of the total.
     """
 
     parts: pd.DataFrame
     pulls: pd.DataFrame
     silent: pd.Series
     cancelled: pd.Series
+    grouped: pd.Series
+    apart: bool
 
 
 def split_advantages(run: Run, step: int) -> SplitAdvantages:
@@ -136,8 +140,16 @@ def split_advantages(run: Run, step: int) -> SplitAdvantages:
     scale = of_group(product, "sum") / of_group(total**2, "sum").mask(silent)
     cancelled = ((total.abs() <= CANCELLED * size) & (size > 0))[0]
     parts = pulls.mul(scale[0].fillna(0.0), axis=0).mask(cancelled, 0.0)
-    quiet = silent[0] & reward.notna()
-    return SplitAdvantages(parts=parts, pulls=pulls, silent=quiet, cancelled=cancelled)
+    # a loop without groups has one completion in each, whose baseline is something else
+    grouped = each.groupby(each).transform("size") > 1
+    return SplitAdvantages(
+        parts=parts,
+        pulls=pulls,
+        silent=silent[0] & reward.notna() & grouped,
+        cancelled=cancelled,
+        grouped=grouped,
+        apart=bool(apart),
+    )
 
 
 # -- Tokens and their sums
@@ -234,6 +246,8 @@ def step_parts(run: Run, step: int) -> StepParts:
 
 def _why_not(run: Run, tokens: pd.DataFrame, split: SplitAdvantages) -> str:
     """Why the coefficients of tokens cannot be split by component; empty if they can."""
+    if not split.grouped.any():
+        return "no group has two completions"
     if reward_weights(run).empty and "reward" in split.parts:
         return "the rewards are no weighted sum of recorded components that can be told apart"
     if tokens["kl_coef"].isna().any():
@@ -279,12 +293,16 @@ def _phantom(tokens: pd.DataFrame, split: SplitAdvantages) -> str:
 
 def component_sections(run: Run, step: int) -> list[Section]:
     """A step's update by reward component and by kind of group."""
-    parts, sample = step_parts(run, step), sample_text(run, tokens_of_step(run, step))
+    parts, split = step_parts(run, step), split_advantages(run, step)
+    sample = sample_text(run, tokens_of_step(run, step))
     sampled = f"Estimated from {sample}. " if sample else ""
     title = f"{run.name}, step {step}: by reward component"
     first = Section(title, f"Not split: {parts.why}.")
     if not parts.why:
-        note = f"{sampled}The deviation of the total reward divides every component, so that the parts sum to the whole."
+        divided = "Each component is divided by its own deviation in the group"
+        if not split.apart:
+            divided = "The deviation of the total reward divides every component"
+        note = f"{sampled}{divided}; the parts sum to the whole."
         count, size = parts.cancelled
         if count:
             note += f" Left out: {count} completions whose components cancel, {percent(size, 1)} of Σ|w·(r − mean)|; their parts sum to 0."
@@ -322,7 +340,9 @@ def statistics_by(tokens: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
         "|ln ratio|": np.log(tokens["ratio"]).abs(),
         "clipped": tokens["clipped"].abs(),
     }
-    means = pd.DataFrame(values, index=tokens.index).groupby(labels).mean().dropna(axis=1)
+    means = (
+        pd.DataFrame(values, index=tokens.index).groupby(labels).mean().dropna(axis=1, how="all")
+    )
     size = tokens["loss_coef"].abs().groupby(labels)
     means.insert(0, "tokens", size.size())
     sums = sums_of(tokens, pd.get_dummies(labels, dtype=float))

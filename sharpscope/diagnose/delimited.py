@@ -27,6 +27,7 @@ _NUMBER = re.compile(
 _NO_NAME = re.compile(r"[{}]|=\s*\d|[:=]$")
 _KEY = re.compile(r"[A-Za-z_][\w./@-]*")
 _COMMA = re.compile(r"-?[\d.]*\d,\d+(?:[eE][-+]?\d+)?")
+_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?:,\d{3})+")
 _POINT = re.compile(r"-?\d*\.\d+(?:[eE][-+]?\d+)?")
 # lines of boxes: the vertical ones part cells, the others underline
 _BOX = {code: "|" if chr(code) in "│┃║" else "-" for code in range(0x2500, 0x2580)}
@@ -59,7 +60,9 @@ def layout_of(sample: Sequence[str]) -> Layout | None:
             plain_names = delimiter != " " or all(_KEY.fullmatch(cell) for cell in rows[0])
             if plain_names and _is_table(rows):
                 return Layout(
-                    delimiter=delimiter, skipped=skipped, decimal_comma=_has_commas(rows[1:])
+                    delimiter=delimiter,
+                    skipped=skipped,
+                    decimal_comma=_has_commas(rows[1:], delimiter),
                 )
     return None
 
@@ -108,12 +111,15 @@ def _is_header(row: Sequence[str], names: set[str]) -> bool:
     return 2 * len(names.intersection(row) - {""}) >= len(row) > 0
 
 
-def _has_commas(rows: Iterable[list[str]]) -> bool:
+def _has_commas(rows: Iterable[list[str]], delimiter: str) -> bool:
     """Whether numbers have a decimal comma: one is like "0,5", or some have a comma and none a point alone."""
     cells = [cell.strip() for row in rows for cell in row[:_CELLS]]
     with_comma = [cell for cell in cells if _COMMA.fullmatch(cell)]
     if any(cell.lstrip("-").startswith("0,") for cell in with_comma):
         return True
+    # "1,234" alone is a decimal comma where columns are parted by semicolons, as spreadsheets of such countries do
+    if delimiter != ";" and all(_THOUSANDS.fullmatch(cell) for cell in with_comma):
+        return False
     return bool(with_comma) and not any(_POINT.fullmatch(cell) for cell in cells)
 
 

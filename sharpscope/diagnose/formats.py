@@ -94,10 +94,14 @@ def _read_lines(file: Path, start: bytes, notes: list[str]) -> Content:
 def mlflow(file: Path, text: Iterable[str]) -> Table:
     """Lines of time, value and step, as MLflow writes them to `metrics/KEY`."""
     table = Table()
-    key = str(file).rpartition("/metrics/")[2].rpartition("\\metrics\\")[2]
+    folders = file.parts[:-1]
+    key = (
+        "/".join(file.parts[folders.index("metrics") + 1 :]) if "metrics" in folders else file.name
+    )
     for line in text:
-        _, value, step = line.split()[:3]
-        table.add({"step": step, key: value})
+        if _MLFLOW.fullmatch(line.strip()):  # a last line may be cut off
+            _, value, step = line.split()[:3]
+            table.add({"step": step, key: value})
     return table
 
 

@@ -134,6 +134,7 @@ def write(folder: Path, parts: np.ndarray, columns: dict[str, Any], **info: Any)
         "correct": parts[:, 0] == 1,
         "advantage": advantage,
     }
+    completions |= {"group": columns.pop("group")} if "group" in columns else {}
     tokens = rows("tokens", 1, len(rollout))
     absent = ("effect_kl", "effect_entropy", "effect_heldout", "effect_sharpness", "entropy_coef")
     absent += ("attribution", "policy_version", "score_norm_by_layer")
@@ -276,6 +277,16 @@ def test_advantages_of_equal_rewards_are_a_phantom_gradient(tmp_path: Path):
     assert not found.why and "their advantages are up to 1.5" in found.phantom
     expected = np.abs(scaled[inside]).sum() / np.abs(scaled).sum()
     assert found.components.loc[REST, "attribution"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_loop_without_groups_has_no_phantom_gradient(tmp_path: Path):
+    """Each completion is then a group of its own, whose baseline is something else, such as a critic."""
+    parts = components(0)
+    advantage = parts @ WEIGHTS - 0.3
+    run = told(tmp_path / "r", advantage, parts, group=np.arange(N))
+    found = step_parts(run, 1)
+    assert found.why == "no group has two completions"
+    assert not found.phantom and not telling_sections(run)
 
 
 def test_what_cannot_be_split_is_said(tmp_path: Path):

@@ -360,3 +360,16 @@ def test_what_is_read_is_bounded(tmp_path, monkeypatch):
         (tmp_path / "log").write_bytes(gzip.compress(content.encode()))
         with pytest.raises(UserError, match=f"{what.strip()} is .* set SHARPSCOPE_BOUNDS="):
             read_log(tmp_path / "log")
+
+
+@pytest.mark.parametrize(("delimiter", "value"), [("\t", 1234.0), (";", 1.234)])
+def test_a_comma_before_three_digits_parts_thousands_unless_semicolons_part_columns(
+    tmp_path, delimiter, value
+):
+    """Spreadsheets of countries with a decimal comma part columns by semicolons."""
+    lines = [("step", "reward", "grad_norm"), ("1", "1,234", "2"), ("2", "1,234", "3")]
+    lines += [(str(step), "1,234", "2") for step in range(3, 20)]
+    file = tmp_path / "log.csv"
+    file.write_text("\n".join(delimiter.join(line) for line in lines))
+    frame = read_log(file).frame
+    assert frame["reward"].tolist() == [value] * 19
