@@ -20,6 +20,9 @@ RETRIES = 3
 """How often a run is started again after its process or node has died, from its last checkpoint."""
 
 
+CONNECTION_SECONDS = 5.0
+
+
 def execute_on_ray(
     runs: Sequence[PlannedRun],
     *,
@@ -72,12 +75,25 @@ def _connected(address: str) -> ModuleType:
     except ImportError as error:
         raise UserError("--ray: Ray is not installed; pip install 'sharpscope[ray]'") from error
     try:
+        _check_port(address)
         ray.init(address=address, log_to_driver=False)
-    except (ConnectionError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # OSError: ConnectionError, too
         raise UserError(
             f"--ray {address}: no cluster answers ({first_line(error)}); start one with `ray start --head`"
         ) from error
     return ray
+
+
+def _check_port(address: str) -> None:
+    """Ask whether something listens at `host:port`, where Ray itself waits for over a minute and then ends the process.
+
+    Raises:
+        OSError: nothing does, or the host is not known.
+        ValueError: the port is no number.
+    """
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTION_SECONDS).close()
 
 
 def options(config: RunConfig, threads: int, cluster: Mapping[str, float]) -> dict[str, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -44,6 +46,25 @@ def test_without_ray_and_without_a_sweep_it_says_what_to_do(
         done = CliRunner().invoke(app, ["run", *arguments], terminal_width=200)
         assert isinstance(done.exception, UserError) and says in str(done.exception)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_address_without_a_cluster_is_told_before_ray_waits(
+    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ray itself waits for over a minute there, and ends the process."""
+
+    def init(**options: object) -> None:
+        raise SystemExit(15)
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:port"):
+        with pytest.raises(UserError, match=r"no cluster answers .*start one with `ray start"):
+            execute_on_ray(
+                planned(tiny_policy, tmp_path, (0,)), address=address, threads=1, tell=print
+            )
 
 
 def test_a_task_takes_a_gpu_only_where_there_is_one():
