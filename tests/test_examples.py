@@ -111,7 +111,11 @@ def test_the_other_numbers_of_the_readme_are_those_of_the_pages_behind_them():
     assert f"randomness of a batch turns it by {noise}°" in readme
     prices = text_of("docs/trainers/index.md")
     assert "32 completions of at most 64 tokens | 60 | 1.51 |" in prices
-    assert "60 GRPO steps of a tiny model, recorded over not | 1.5 |" in readme
+    assert (
+        "a tiny model, recorded over not; of 20 steps of one of 10.7 M parameters | 1.5; 1.15 |"
+        in readme
+    )
+    assert "1.15 × the time without the recorder" in text_of("docs/trainers/index.md")
 
 
 def test_the_page_of_claims_lists_them_with_their_margins_and_sources():
