@@ -46,12 +46,16 @@ def execute_on_ray(
     """
     ray = _connected(address)
     try:
-        most = max(node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"])
-        if threads > most:
-            raise UserError(
-                f"--ray {address}: a run has {threads} threads, and the largest node {most:g} CPUs; --set fewer threads"
-            )
         cluster = ray.cluster_resources()
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        # a task that no node can hold would wait for ever
+        gpus = max(options(run.config, threads, cluster)["num_gpus"] for run in runs)
+        most = max(node.get("CPU", 0) for node in nodes if node.get("GPU", 0) >= gpus)
+        if threads > most:
+            on = "node with a GPU" if gpus else "node"
+            raise UserError(
+                f"--ray {address}: a run has {threads} threads, and the largest {on} {most:g} CPUs; --set fewer threads"
+            )
         # a process of its own for each run: nothing of the one before is left in it
         train = ray.remote(max_calls=1)(train_here)
         waiting = {

@@ -27,6 +27,7 @@ from sharpscope.analysis.tokens import (
     sampling_error,
 )
 from sharpscope.causes.recorded import as_dict
+from sharpscope.errors import UserError
 from sharpscope.rules.judging import mismatch
 from sharpscope.traces import Run
 
@@ -47,7 +48,7 @@ UNEXPLAINED = 1e-3
 """Largest part of the largest advantage, or of all coefficients, that is not worth naming."""
 FITTED = 5000
 """Completions from which the weights of components are found, the last."""
-KL, REST = "KL term", "no component"
+KL, REST = "(KL term)", "(no component)"
 
 
 # -- Reward components
@@ -166,6 +167,8 @@ def tokens_of_step(run: Run, step: int) -> pd.DataFrame:
     if len(shares):
         tokens[SHARE] = tokens[SHARE].where(tokens["update"] == shares["update"].iloc[0])
     of = run.frame("rollouts", step, ["rollout", "group"]).set_index("rollout")["group"]
+    # a damaged part of the rollouts was set aside, with a warning
+    tokens = tokens[tokens["rollout"].isin(of.index)]
     tokens = tokens.astype(dict.fromkeys(_READ[2:], float)).assign(group=tokens["rollout"].map(of))
     tokens = tokens.sort_values(["rollout", "position"], ignore_index=True)
     return tokens.assign(unit=tokens[sampled_by(run)])
@@ -390,8 +393,12 @@ def part_sections(run: Run, by: str, step: int | None = None) -> list[Section]:
         step: of the run; None: the last one with shares, else with tokens.
 
     Raises:
-        UserError: no token of the step was recorded.
+        UserError: no token of the step was recorded, or the run is reduced.
     """
+    if run.reduced is not None:
+        raise UserError(
+            f"--by {by}: {run.name} is reduced to a sample of its tokens; use the run that it was made from"
+        )
     there = run.token_steps
     last = (recorded_steps(run, SHARE) or there)[-1:]
     chosen = step if step is not None or not last else last[0]
@@ -404,9 +411,10 @@ def telling_sections(run: Run, step: int | None = None) -> list[Section]:
 
     Several components, groups with a phantom gradient, several turns.
     """
-    if run.reduced is not None or not run.token_steps:
+    measured = [] if run.reduced is not None else recorded_steps(run, SHARE)
+    step = measured[-1] if measured and step is None else step
+    if step not in measured or tokens_of_step(run, int(step)).empty:
         return []
-    step = run.token_steps[-1] if step is None else step
     parts = step_parts(run, step)
     found = component_sections(run, step) if len(parts.components) > 1 or parts.phantom else []
     if turns(tokens_of_step(run, step)).max() > 1:

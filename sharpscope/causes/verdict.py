@@ -51,6 +51,5 @@ class Verdict:
 def open_text(result: Result) -> str:
     """A violated identity, in one line."""
     one = result.identity
-    return (
-        f"Violated: {one.statement} (found {result.value:.3g}, limit {one.threshold:g} {one.unit})"
-    )
+    unit = "" if one.unit == "1" else f" {one.unit}"
+    return f"This does not hold: {one.statement} (found {result.value:.3g}{unit}, limit {one.threshold:g})"

@@ -94,10 +94,8 @@ def _read_lines(file: Path, start: bytes, notes: list[str]) -> Content:
 def mlflow(file: Path, text: Iterable[str]) -> Table:
     """Lines of time, value and step, as MLflow writes them to `metrics/KEY`."""
     table = Table()
-    folders = file.parts[:-1]
-    key = (
-        "/".join(file.parts[folders.index("metrics") + 1 :]) if "metrics" in folders else file.name
-    )
+    inside = next((p for p in file.parents if p.name == "metrics"), file.parent)
+    key = file.relative_to(inside).as_posix()
     for line in text:
         if _MLFLOW.fullmatch(line.strip()):  # a last line may be cut off
             _, value, step = line.split()[:3]

@@ -96,14 +96,16 @@ def _log_files(folder: Path) -> list[Path]:
     """The files of a folder that may be logs, at most `MOST`; without any those of its subfolders."""
     below = itertools.islice(folder.rglob("*"), MOST_ENTRIES)
     for entries in (folder.iterdir(), below):
-        files = [entry for entry in sorted(entries) if _may_be_log(entry)]
+        files = [entry for entry in sorted(entries) if _may_be_log(entry, folder)]
         if files:
             return files[:MOST]
     return []
 
 
-def _may_be_log(file: Path) -> bool:
-    of_mlflow = not file.suffix and "metrics" in file.parts[:-1]
+def _may_be_log(file: Path, folder: Path) -> bool:
+    """By its name; files of MLflow have no ending, in a folder `metrics` of `folder`."""
+    above = {folder.name, *file.relative_to(folder).parts[:-1]}
+    of_mlflow = not file.suffix and "metrics" in above
     return file.is_file() and (of_mlflow or file.suffix.lstrip(".").lower() in ENDINGS)
 
 

@@ -35,24 +35,30 @@ _MARKS = {
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 
 
+XZ_MEMORY = 256 << 20
+"""Memory that decompressing xz may take [bytes]; its own highest setting takes 65 MiB."""
+
+
 def open_bytes(file: Path) -> Bytes:
     """A regular file's bytes, decompressed if they are those of gzip, bzip2 or xz.
 
     Raises:
         UnreadableError: it is a pipe, a device or a folder.
         OSError: it cannot be opened.
+        LZMAError: decompressing it would take more than `XZ_MEMORY`.
     """
     check_regular(file)
-    raw = file.open("rb")
-    start = raw.read(6)
-    raw.seek(0)
+    with file.open("rb") as raw:
+        start = raw.read(1 << 12)
     if start.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=raw)
+        return gzip.GzipFile(file)
     if start.startswith(b"BZh"):
-        return bz2.BZ2File(raw)
+        return bz2.BZ2File(file)
     if start.startswith(b"\xfd7zXZ"):
-        return lzma.LZMAFile(raw)
-    return raw
+        # a header may ask for 4 GiB, which the reader of a file would take
+        lzma.LZMADecompressor(memlimit=XZ_MEMORY).decompress(start, max_length=1)
+        return lzma.LZMAFile(file)
+    return file.open("rb")
 
 
 def head(file: Path) -> bytes:

@@ -19,7 +19,8 @@ def crossing_interval(by_prompt: Mapping[float, Tensor], crossing: float) -> tup
 
     The test of a mean is inverted: the interval begins where the rise is no longer shown to be negative and ends where it is shown to
     be positive; of a quadratic loss this is Fieller's interval. It is not symmetric, and 0 and ∞ are ends where no η is too small or too
-    large. Quotients (L_i(θ − η·Δ) − L_i(θ))/η of each prompt, linear in η for a quadratic loss, are interpolated between the η tried.
+    large. Quotients (L_i(θ − η·Δ) − L_i(θ))/η of each prompt, linear in η for a quadratic loss,
+    are interpolated between the η tried, and extrapolated linearly beyond.
 
     Args:
         by_prompt: one value of the loss for each prompt, (k,), at 0 and the η tried.

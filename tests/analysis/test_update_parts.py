@@ -22,6 +22,7 @@ from sharpscope.analysis.update_parts import (
     step_parts,
     telling_sections,
 )
+from sharpscope.errors import UserError
 from sharpscope.methods.loss import k3
 from sharpscope.traces import TraceWriter, load_run
 from tests.models import tiny_model
@@ -287,6 +288,19 @@ def test_a_loop_without_groups_has_no_phantom_gradient(tmp_path: Path):
     found = step_parts(run, 1)
     assert found.why == "no group has two completions"
     assert not found.phantom and not telling_sections(run)
+
+
+def test_parts_need_the_completions_and_all_tokens(tmp_path: Path):
+    """A damaged part of the rollouts is set aside; a reduced run has a sample of its tokens."""
+    parts = components(0)
+    run = told(tmp_path / "r", advantage_parts(parts, "none").sum(1), parts)
+    assert telling_sections(run)
+    for part in (tmp_path / "r").rglob("traces/rollouts/*.parquet"):
+        part.write_bytes(b"PAR1 damaged")
+    assert telling_sections(load_run(tmp_path / "r")) == []
+    reduced = next(one for one in sharpscope.load_runs("data/reference") if one.token_steps)
+    with pytest.raises(UserError, match=r"--by component: .* is reduced to a sample"):
+        token_sections(reduced, reduced.token_steps[-1], "component")
 
 
 def test_what_cannot_be_split_is_said(tmp_path: Path):
