@@ -18,6 +18,7 @@ from sharpscope.errors import UserError
 from sharpscope.forks.experiment import FixedRollouts, Reading, greedy_success, heldout_order
 from sharpscope.forks.start import Start, Tell, as_recorded
 from sharpscope.forks.token_sets import TokenSet
+from sharpscope.memory import require_memory
 from sharpscope.policy import Policy, Rollouts
 from sharpscope.policy.forward import Scorer
 from sharpscope.policy.guard import guarded
@@ -35,6 +36,9 @@ from sharpscope.training.checkpoint import checkpoints, damage, step_of
 
 SUBSETS = 8
 """Parts of the prompts on which an outcome is measured for its noise."""
+COPIES = 45
+"""Copies of the weights that a step takes at its peak: SmolLM2's (0.5 GiB) took more than 23 GiB."""
+MEMORY_ADVICE = "probe fewer prompts (--set fork.prompts=16), or use a machine with more"
 Observe = Callable[[PendingUpdate], None]
 """Sees an update between its gradient and the optimizer's step."""
 
@@ -63,6 +67,16 @@ class StepAgain:
     before: dict[str, Tensor] | None = None  # accuracy of each prompt at the state, by outcome
     prepared: dict[str, list[Prepared]] = field(default_factory=dict)
     """Outcomes whose change is predicted, each on all of its prompts and on parts of them."""
+
+    def require_memory(self) -> None:
+        """Check that there is room for the gradients of the outcomes, before anything is measured.
+
+        Raises:
+            UserError: less is free than a step of this model has taken.
+        """
+        weights = list(self.scorer.model.parameters())
+        needed = COPIES * sum(p.numel() * p.element_size() for p in weights)
+        require_memory(needed, weights[0].device, "leaving tokens out of a step", MEMORY_ADVICE)
 
     def prepare(self) -> None:
         """Fix the outcomes at the state, after `measure`."""
@@ -178,12 +192,11 @@ class StepAgain:
             coming = ComingStep(self.optimizer, parameters, gradient, update.clips)
             coef = F.pad(update.loss_coef.to(part.input_ids.device), (width, 0)).to(gradient[0])
             scale = len(updates) * update.grad_norm**2
-            directions = {name: coming.pull(vector) for name, vector in q.items()}
-            directions["share"] = [g / scale for g in gradient]
-            for name, direction in directions.items():
+            for name, sums in scores.items():  # a direction is as large as the model: one at a time
+                direction = coming.pull(q[name]) if name in q else [g / scale for g in gradient]
                 given = (part.input_ids, (coef != 0).long(), coef, direction, part.attention_mask)
                 found = attribute(model, *given, self.temperature)[:, width:]
-                scores[name][update.rows] += found.double().cpu()
+                sums[update.rows] += found.double().cpu()
 
         return scores, self.update(None, observe)
 

@@ -97,6 +97,7 @@ def without_tokens(
         set_threads(config.threads, config.policy.model)
         again = run_step(config, Path(run), step, spec, tell, to=to)
     again.restore()
+    again.require_memory()
     start = again.measure()
     again.prepare()
     found = _arms(again, parsed, by, on, start, name, tell)

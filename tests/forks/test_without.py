@@ -19,6 +19,7 @@ from sharpscope.cli.app import main
 from sharpscope.config import ForkSpec, build_config
 from sharpscope.errors import UserError
 from sharpscope.forks import start as start_module
+from sharpscope.forks import step_again
 from sharpscope.forks.recorded_step import trainer_step
 from sharpscope.forks.step_again import run_step
 from sharpscope.forks.token_sets import TokenSet
@@ -296,6 +297,12 @@ def test_steps_are_made_again_without_a_prompt_in_each(spiked):
 def test_mistakes_in_sets_are_told(spiked, sets, options, says):
     with pytest.raises(UserError, match=says):
         without_tokens(spiked.run_dir, STEP, sets, **SMALL, **options)
+
+
+def test_a_step_that_lacks_memory_is_refused_before_it_is_measured(spiked, monkeypatch):
+    monkeypatch.setattr(step_again, "COPIES", 10**12)
+    with pytest.raises(UserError, match="memory: leaving tokens out of a step takes about"):
+        without_tokens(spiked.run_dir, STEP, ["top:5"], **SMALL)
 
 
 def test_recorded_effects_are_those_of_the_step_made_again(tiny_policy, tmp_path):
