@@ -92,9 +92,11 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
         raise UserError(f"--on {on}: no such outcome{nearest(on, OUTCOMES)}")
     recorded = recorded_steps(run, f"effect_{on}")
     if not recorded:
-        raise UserError(
-            f"--by effect --on {on}: never recorded in this run; `sharpscope fork RUN --step N --without top:12 --on {on}` computes it"
-        )
+        others = [name for name in OUTCOMES if recorded_steps(run, f"effect_{name}")]
+        advice = f"use --on {' or '.join(others)}" if others else "use --by share"
+        if "trainer" not in run.info:  # of others there are no prompts to measure it on
+            advice += f", or `sharpscope fork RUN --step N --without top:12 --on {on}` computes it"
+        raise UserError(f"--by effect --on {on}: never recorded in this run; {advice}")
     step = recorded[-1] if step is None else step
     check_recorded("effect", step, recorded)
     tokens = effect_tokens(run, step, on)
