@@ -200,12 +200,14 @@ def test_trackio_gets_curves_findings_tokens_and_the_page(tmp_path, trackio_here
         assert (tmp_path / f"{path.name}-report" / "report.html").stat().st_size > 10_000
     run = load_run(paths[1])
     traces = store.get_traces("p", run="sums", sort="step_asc")
-    measured = [s for s in run.token_steps if run.tokens(s)["attribution"].notna().any()]
+    columns = ["attribution", "effect_kl"]
+    measured = [s for s in run.token_steps if run.tokens(s)[columns].notna().any(axis=None)]
     assert [trace["step"] for trace in traces] == measured != []
     for trace in traces:
         (score, leading) = (trace["metadata"][k] for k in ("score", "leading_tokens"))
         tokens = run.tokens(trace["step"])
-        assert score == "attribution"  # the run was recorded before effects were
+        # the first step has shares alone: AdamW's is the gradient's sign
+        assert score == ("attribution" if trace["step"] == 1 else "effect_kl")
         assert abs(leading[0][score]) == pytest.approx(tokens[score].abs().max())
 
 

@@ -195,7 +195,7 @@ def test_an_update_that_destroys_the_policy_is_noticed_after_one_step_and_can_st
     (event,) = run.events[run.events["rule"] == "policy_destroyed"].to_dict("records")
     assert (
         event["step"] == outcome.steps_done == run.steps["step"].max()
-        and "optimizer.lr = 1" in event["message"]
+        and "optimizer.lr (now 1)" in event["message"]
     )
     assert event["value"] == run.steps["kl_step"].iloc[-1] > 0.5
     gentle = sharpscope.load_run(
