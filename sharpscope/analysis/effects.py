@@ -94,7 +94,9 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
     if not recorded:
         others = [name for name in OUTCOMES if recorded_steps(run, f"effect_{name}")]
         advice = f"use --on {' or '.join(others)}" if others else "use --by share"
-        if "trainer" not in run.info:  # of others there are no prompts to measure it on
+        if "trainer" in run.info:  # of other trainers there are no prompts to measure a loss on
+            advice += "" if others else "; record(…, every=1) measures effects on kl and entropy"
+        else:
             advice += f", or `sharpscope fork RUN --step N --without top:12 --on {on}` computes it"
         raise UserError(f"--by effect --on {on}: never recorded in this run; {advice}")
     step = recorded[-1] if step is None else step
@@ -109,6 +111,9 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
         + "; (×3): three equal tokens. "
         + removal_text(run, on)
     )
+    factor = run.updates[run.updates["step"] == step]["clip_factor"].astype(float)
+    if (factor < 1).any():
+        note += " The gradient was clipped, so that effects are against the update's other tokens, and sum to about 0."
     if on == "heldout":
         note += " It is measured on the probe set's held-out prompts, and says less of others."
     title = f"{run.name}, step {step}: effects of tokens on {name}"

@@ -274,6 +274,8 @@ def spike_text(run: Run) -> str:
         top = scores.nlargest(1, "z").iloc[0]
         said = f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
         said += f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
+        if scores.set_index("step")["z"].isna()[step]:
+            said += f" The largest is that of step {step}, which has fewer than {SPIKE_LEAST} steps before it to be judged against."
     there = recorded_steps(run, "attribution")
     if not there:
         return f"{said} No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."

@@ -101,7 +101,8 @@ def plot(
 def tokens(
     run: Annotated[Path, Argument(help="Folder of a run.")],
     step: Annotated[
-        int | None, Option(help="Step. Default: the one with the largest gradient.")
+        int | None,
+        Option(help="Step. Default: the one with the largest gradient, or the last with effects."),
     ] = None,
     by: Annotated[
         str | None,

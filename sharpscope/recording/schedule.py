@@ -209,7 +209,8 @@ class MeasurementPlan:
         price = f"about {self.price:.0%} of the training's passes"
         if math.isnan(self.price):
             price = f"at most {MOST_SHARE:.0%} of the passes of a long training"
-        return f"tokens at steps {steps}{spikes}; {price}"
+        without = "" if self.effects else "; no effects (every=1 measures them)"
+        return f"tokens at steps {steps}{spikes}; {price}{without}"
 
 
 @dataclass

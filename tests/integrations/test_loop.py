@@ -438,7 +438,10 @@ def test_a_short_training_has_tokens_at_five_steps(tmp_path: Path, capsys):
         kept[name] = sharpscope.load_run(tmp_path / name / "run").tokens()
     said = capsys.readouterr().err.splitlines()[0]
     assert said.startswith("sharpscope: recording to ")
-    assert ": tokens at steps 1, 3, 5, 8, 10; about 11% of the training's passes (see" in said
+    assert (
+        ": tokens at steps 1, 3, 5, 8, 10; about 11% of the training's passes; no effects (every=1 measures them) (see"
+        in said
+    )
     key = ["step", "rollout", "position"]
     both = kept["part"].merge(kept["all"], on=key, suffixes=("", "_all"))
     found = both.dropna(subset=["attribution"])
