@@ -630,7 +630,7 @@ def test_the_sentence_names_the_rows_that_carry_it(healthy):
     recorded = flipped(healthy)
     cause = name_causes(check_recorded(recorded), recorded)[0]
     assert "rows 8 to 15" in cause.sentence and "100%" in cause.evidence
-    assert f"--step {cause.step}" in cause.show
+    assert f"steps=[{cause.step}]" in cause.show
 
 
 def test_a_verdict_counts_and_lists_what_holds(healthy):
