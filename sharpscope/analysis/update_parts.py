@@ -298,7 +298,7 @@ def component_sections(run: Run, step: int) -> list[Section]:
     """A step's update by reward component and by kind of group."""
     parts, split = step_parts(run, step), split_advantages(run, step)
     sample = sample_text(run, tokens_of_step(run, step))
-    sampled = f"Estimated from {sample}. " if sample else ""
+    sampled = f"Estimated from {sample}: shares need not sum to 100 %. " if sample else ""
     title = f"{run.name}, step {step}: by reward component"
     first = Section(title, f"Not split: {parts.why}.")
     if not parts.why:

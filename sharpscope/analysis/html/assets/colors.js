@@ -8,7 +8,7 @@ const Colors = (() => {
 
   const effect = (name, what, unit) => ({
     label: `effect on ${what}`, signed: true, of: (c) => c.c[name],
-    says: `what the token's part of the update does to ${what}, to first order through clip and optimizer; all tokens sum to the whole${unit}`,
+    says: `what the token's part of the update does to ${what}, to first order through clip and optimizer; they add up over tokens, and to about 0 where the gradient was clipped${unit}`,
   });
 
   const CHOICES = {
