@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ RETRIES = 3
 
 
 CONNECTION_SECONDS = 5.0
+LOCK_TRIES, LOCK_SECONDS = 15, 2.0
+"""How often, and after how long each time, a run is looked at again that a dead process seems to hold."""
 
 
 def execute_on_ray(
@@ -156,10 +159,20 @@ def train_here(settings: Mapping[str, Any], folder: str) -> tuple[int, str]:
     except OSError as error:
         return 1, f"error: {socket.gethostname()} has no folder {folder} ({error.strerror})"
     run = PlannedRun(make_config(settings))
-    if run.status == "finished":  # by a process that died before it could say so
+    status = _unlocked(run)
+    if status == "finished":  # by a process that died before it could say so
         return 0, ""
     try:
-        outcome = train(run.config, resume=run.status == "interrupted")
+        outcome = train(run.config, resume=status == "interrupted")
     except UserError as error:
         return 1, f"error: {error}"
     return {"finished": 0, "interrupted": INTERRUPTED}.get(outcome.status, 1), ""
+
+
+def _unlocked(run: PlannedRun) -> str:
+    """The status of a run, once a shared file system has noticed that the process that held its lock is dead."""
+    for _ in range(LOCK_TRIES):
+        if run.status != "running":
+            break
+        time.sleep(LOCK_SECONDS)
+    return run.status

@@ -18,8 +18,10 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+import sharpscope.training
+from sharpscope import ray_sweeps
 from sharpscope.cli import app
-from sharpscope.config import build_config
+from sharpscope.config import RunConfig, build_config
 from sharpscope.errors import UserError
 from sharpscope.ray_sweeps import RETRIES, execute_on_ray, options, train_here
 from sharpscope.sweeps import PlannedRun, execute, plan_sweep, read_sweep
@@ -65,6 +67,25 @@ def test_an_address_without_a_cluster_is_told_before_ray_waits(
             execute_on_ray(
                 planned(tiny_policy, tmp_path, (0,)), address=address, threads=1, tell=print
             )
+
+
+def test_a_run_that_a_dead_process_seems_to_hold_is_looked_at_again(
+    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    statuses = ["running", "running", "interrupted"]
+    monkeypatch.setattr(PlannedRun, "status", property(lambda run: statuses[0]))
+    monkeypatch.setattr(ray_sweeps.time, "sleep", lambda seconds: statuses.pop(0))
+    resumed = []
+
+    def train(config: RunConfig, resume: bool) -> SimpleNamespace:
+        resumed.append(resume)
+        return SimpleNamespace(status="finished")
+
+    monkeypatch.setattr(sharpscope.training, "train", train)
+    monkeypatch.chdir(tmp_path)  # as the task does, and undone
+    (run,) = planned(tiny_policy, tmp_path, (0,))
+    assert train_here(run.config.model_dump(mode="json"), str(tmp_path)) == (0, "")
+    assert resumed == [True]
 
 
 def test_a_task_takes_a_gpu_only_where_there_is_one():
