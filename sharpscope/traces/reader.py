@@ -324,21 +324,26 @@ class Run(_Tables):
         return self.damaged
 
     def _each_part(self, table: str, read: Callable[[Path], Iterable[_Part]]) -> Iterator[_Part]:
-        """What `read` gives of each sound part of a table, in order."""
+        """What `read` gives of each sound part of a table, in order; of a part that is damaged, the pieces before the damage."""
         root = self.path if self._pack is None else self._pack
         pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
         for path in sorted(root.glob(pattern)):
             name = path.relative_to(root).as_posix()
             if name in self.damaged:
                 continue
+            begun = False
             try:
-                yield from read(path)
+                for piece in read(path):
+                    yield piece
+                    begun = True
             except FileNotFoundError:
                 continue  # a resumed run removed it: its rows are recorded again
             except DamagedPartError as error:
                 if path.exists():
                     self.damaged[name] = str(error)
-                    _warn(f"{self.name}: {name} is set aside: {error}", DamagedPartWarning)
+                    before = ", its rows before the damage were read" if begun else ""
+                    text = f"{self.name}: {name} is set aside{before}: {error}"
+                    _warn(text, DamagedPartWarning)
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, method={self.method!r}, seed={self.seed}, status={self.status!r})"
