@@ -67,6 +67,7 @@ def _rule(shown_by: str) -> Callable[[_Rule], _Rule]:
     """Register a rule for a cause that an identity shows; it is asked only where that identity is violated."""
 
     def keep(rule: _Rule) -> _Rule:
+        """Register it under its name."""
         RULES[rule.__name__] = shown_by, rule
         return rule
 

@@ -322,6 +322,7 @@ class LmSurface(Surface):
             parts.append(self._product(index, name) if used <= budget else anew)
 
         def product(vector: Tensor) -> Tensor:
+            """The sum of the products of all parts."""
             total = self._zeros()
             for part in parts:
                 total += part(vector)
@@ -346,6 +347,7 @@ class LmSurface(Surface):
             return fisher_product(logits, weight, objective.temperature, self.parameters)
 
         def loss_of(z: Tensor) -> Tensor:
+            """The loss of these rows as a function of their logits (M, V)."""
             logp = torch.log_softmax(z / objective.temperature, -1).gather(1, targets[:, None])
             return objective.row_shares(index, _grid(scored, logp[:, 0])).sum()
 
@@ -433,6 +435,7 @@ class LmSurface(Surface):
         held: dict[int, int] = {p.untyped_storage().data_ptr(): 0 for p in self.model.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
+            """Count the storage that the graph keeps for this tensor."""
             storage = tensor.untyped_storage()
             held.setdefault(storage.data_ptr(), storage.nbytes())
             return tensor.detach()

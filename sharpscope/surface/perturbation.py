@@ -304,6 +304,7 @@ def find_radius(surface: Surface) -> Radius:
     norm = length(gradient)
 
     def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
+        """The result, with the time that it took."""
         return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
 
     if not (ceiling > 0 and 0 < norm < math.inf):

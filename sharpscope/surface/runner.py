@@ -181,6 +181,7 @@ def _perturbations(point: Point) -> Iterator[list[Estimate]]:
     given = point.surface, point.rho, point.seed, point.base
 
     def measure(kind: SharpnessKind) -> list[Estimate]:
+        """The rows of one measure."""
         if kind == "average":
             return [average_sharpness(*given)]
         surface, rho, _, base = given
@@ -203,6 +204,7 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
     prompts = len(few.objective.prompt_weight)
 
     def measure(surface: LmSurface, name: ProbedOperator) -> list[Estimate]:
+        """The rows of one operator on a selection of parameters."""
         scale, limit = None, list[Estimate]()
         if name == "adamw":
             if point.optimizer is None:

@@ -102,6 +102,7 @@ class Surface:
         """∇²L(θ) by differences of gradients; see `FiniteDifference`."""
 
         def gradient_at(step: Tensor) -> Tensor:
+            """∇L at the present weights plus a flat step."""
             with moved(self.parameters, step, relative_error=math.inf):
                 return self.gradient()[1]
 
@@ -155,6 +156,7 @@ def opened(
         first, rounding = surface.value(), 64 * torch.finfo(common_dtype(surface.parameters)).eps
 
         def compare(calls: int) -> None:
+            """Compare the first value with so many further ones."""
             for again in [surface.value() for _ in range(calls)]:
                 if not (
                     math.isclose(first, again, rel_tol=rounding)
@@ -310,6 +312,7 @@ def _error(
     wrong = math.nan
 
     def at(step: float) -> Tensor:
+        """The function at the present weights plus step · vector."""
         with moved(surface.parameters, vector * step, relative_error=math.inf):
             return function()
 

@@ -78,14 +78,17 @@ def swap_test(
         return True
 
     def above(bound: float) -> Choice:
+        """Positions with a larger divergence."""
         return lambda js: js > bound
 
     def at_random(share: float) -> Choice:
+        """A random share of the positions."""
         return lambda js: (torch.rand(len(js), generator=draws) < share).to(js.device)
 
     made = []
 
     def measure(arm: str, share: float, choice: Choice) -> Tensor:
+        """Add an arm's rows, and return the divergences of its positions."""
         texts, js, used = _complete(base, tuned, prompts, uniforms, choice, spec, ended)
         correct = [
             float(task.score(examples[row // samples], text).correct)

@@ -115,6 +115,7 @@ def once(method: Callable[[S], T]) -> Callable[[S], T]:
 
     @wraps(method)
     def kept(self: S) -> T:
+        """The result, computed at the first call."""
         if not hasattr(self, name):
             setattr(self, name, method(self))
         return cast(T, getattr(self, name))

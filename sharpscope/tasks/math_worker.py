@@ -70,6 +70,7 @@ def main() -> None:
     }
 
     def compare(texts: Sequence[str]) -> bool:
+        """Whether two mathematical expressions are equal; False where one cannot be read."""
         try:
             parsed = (parse(f"${text}$", **options) for text in texts)
             return bool(verify(*parsed, timeout_seconds=None))

@@ -337,6 +337,7 @@ def _term(
         )
 
         def kl(part: Pass) -> Tensor:
+            """The part of the mean KL that a chunk of rows has."""
             other = (fixed.states[part.number], fixed.head)
             if outcome.kind == "kl":
                 return flat_kl(*other, part.states, head, temperature=temperature).sum() / tokens

@@ -57,6 +57,7 @@ class ShardedProbes:
             structure.require_local()
 
             def add(chunk: Rows, sums: Squares) -> None:
+                """Add the squared norms of a chunk's tokens."""
                 with self._gathered(structure):
                     add_local(self.model, structure, chunk, temperature, sums)
 
@@ -92,6 +93,7 @@ class ShardedProbes:
             }
 
             def rates(chunk: Rows) -> Tensor:
+                """Derivatives of log π of a chunk's tokens."""
                 with self._gathered(structure):
                     return chunk_derivative(self.model, structure, chunk, tangents, temperature)
 

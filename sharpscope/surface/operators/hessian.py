@@ -22,6 +22,7 @@ def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tenso
     outputs = [gradients[i] for i in active]
 
     def product(vector: Tensor) -> Tensor:
+        """H·vector, flat."""
         if not active:
             return flatten([None] * len(parameters), parameters)
         parts = unflatten(vector, parameters)

@@ -65,6 +65,7 @@ def gauss_newton_product(
     (slope,) = torch.autograd.grad(loss_of(z), z, create_graph=True)
 
     def inside(u: Tensor) -> Tensor:
+        """∇²_z L·u."""
         if not slope.requires_grad:  # the loss is linear in its outputs
             return torch.zeros_like(u)
         return torch.autograd.grad(slope, z, u, retain_graph=True)[0]
@@ -79,6 +80,7 @@ def fisher_product(
     p = torch.softmax(logits.detach() / temperature, -1)
 
     def inside(u: Tensor) -> Tensor:
+        """Weight · (diag p − p pᵀ)·u / T² for each token."""
         mean = (p * u).sum(-1, keepdim=True)
         return p * (u - mean) * (weight / temperature**2)
 
