@@ -455,11 +455,11 @@ def contains(whole, part):
     return whole == part
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_the_transcripts_of_agents_are_what_the_commands_print(number, capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     found = TRANSCRIPT.findall(NAMES["docs/agents.md"].read_text("utf-8"))
-    assert len(found) == 3
+    assert len(found) == 4
     command, answer = found[number]
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(command)[1:])
