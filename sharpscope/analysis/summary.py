@@ -11,10 +11,12 @@ import pandas as pd
 
 from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
+from sharpscope.analysis.effects import effect_headline
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
+from sharpscope.analysis.sections import Marked
 from sharpscope.analysis.study import flat, last_step, per_run, recorded_steps
-from sharpscope.analysis.text import method_label, model_label, number, printable
+from sharpscope.analysis.text import method_label, model_label, number, percent, printable
 from sharpscope.diagnose import diagnose
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
@@ -36,6 +38,8 @@ NUMBERS = 4
 POINTS = 40
 FINDINGS = 2
 """Findings of `sharpscope diagnose` that a verdict names."""
+OF_MACHINE = ("memory",)
+"""Rules on the machine, not the training: `show` lists them among the events."""
 
 
 @dataclass(frozen=True)
@@ -123,12 +127,27 @@ def _sentences(run: Run) -> Iterator[str]:
             unit = " %" if "[%]" in one.title else ""
             yield f"{name[0].upper()}{name[1:]} {one.first} → {one.last}{unit}."
     yield from findings(run)
+    yield from _leading_tokens(run)
+
+
+def _leading_tokens(run: Run) -> Iterator[str]:
+    """What the tokens of the leading step did, and which of them its gradient is made of, as far as either was recorded."""
     spike = largest_update(run)
+    for section in effect_headline(run, 1):
+        if isinstance(section.content, pd.DataFrame) and len(section.content):
+            token, effect = section.content.iloc[0][["token", "effect"]]
+            step, size = token.step, effect.partition(" (×")[0]
+            yield f"Step {step}: {_pushed(token)} has the largest effect on its KL ({size})."
     leading = [] if spike is None else moved_tokens(run, spike.step, 1)
     if spike is not None and leading:
-        way = {1: "pushed up", -1: "pushed down"}.get(leading[0].sentence.direction, "leads it")
-        token = printable(leading[0].sentence.token.strip() or leading[0].sentence.token, 24)
-        yield f"Largest update with tokens at step {spike.step}: “{token}” {way}."
+        token, share = _pushed(leading[0].sentence), percent(leading[0].share)
+        yield f"Largest gradient with tokens at step {spike.step}: {token} has the largest share ({share})."
+
+
+def _pushed(one: Marked) -> str:
+    """A token and the direction in which its loss pushes it."""
+    way = {1: ", made more likely,", -1: ", made less likely,"}.get(one.direction, "")
+    return f"“{printable(one.token.strip() or one.token, 24)}”{way}"
 
 
 def cause(run: Run) -> list[str]:
@@ -144,7 +163,8 @@ def findings(run: Run) -> list[str]:
         found = diagnose(run.path, causes=False)
     except UserError:
         return []
-    return [f"{one.rule.title} from step {one.step}." for one in found.findings[:FINDINGS]]
+    told = [one for one in found.findings if one.rule.name not in OF_MACHINE]
+    return [f"{one.rule.title} from step {one.step}." for one in told[:FINDINGS]]
 
 
 @dataclass(frozen=True)
