@@ -24,8 +24,9 @@ from sharpscope.methods import (
     reference_method,
     same_at_one_update,
 )
+from sharpscope.methods.clips import DualClip, PpoClip
 from sharpscope.methods.first_update import first_update
-from sharpscope.methods.method import CurvatureTokens, DualClip, Kl, Method, PpoClip, Sampling
+from sharpscope.methods.method import CurvatureTokens, Kl, Method, Sampling
 from sharpscope.methods.plan import (
     TOKEN_COLUMNS,
     StepTensors,

@@ -25,8 +25,8 @@ from torch import Tensor
 from sharpscope import distributed
 from sharpscope.errors import UserError
 from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
-from sharpscope.methods.loss import gradient_killed, k3
-from sharpscope.methods.method import PpoClip
+from sharpscope.methods.clips import CispoClip, PpoClip, RatioClip, VespoClip
+from sharpscope.methods.loss import k3
 from sharpscope.policy import Completions, Rollouts
 from sharpscope.policy.head import backbone
 from sharpscope.policy.token_stats import flat_stats, spread
@@ -40,8 +40,8 @@ NEWEST = (1, 16)
 EXCLUDED = ("1.15.0",)
 SAME = 1e-4
 """Mean gap between TRL's log-probabilities and the recorder's [nats] below which TRL's own forward pass gives the statistics."""
-#: Losses with a factor of the ratio that has no gradient.
-HELD_CONSTANT = ("cispo", "vespo")
+CLIPS: Mapping[str, type[RatioClip]] = {"cispo": CispoClip, "vespo": VespoClip}
+"""The clips of losses whose gradient is not the derivative of their value."""
 
 
 def check_version(dpo: bool) -> None:
@@ -108,7 +108,7 @@ class GrpoRecorder(TrainerRecorder):
     ) -> None:
         args = trainer.args
         loss = str(trainer.loss_type)
-        held = trainer.loss_type in HELD_CONSTANT
+        held = loss in CLIPS and not CLIPS[loss].gradient_flows
         notes = (
             [f"critical sharpness is not measured: loss_type '{loss}' holds factors constant"]
             if held
@@ -362,7 +362,7 @@ def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
         return torch.zeros_like(ratio, dtype=torch.int32)
     low = float(trainer.epsilon_low)
     high = float(trainer.epsilon_high)
-    killed = gradient_killed(PpoClip.model_construct(low=low, high=high), ratio, advantage)
+    killed = PpoClip.model_construct(low=low, high=high).without_gradient(ratio, advantage)
     # two-sided: a negative token with a ratio above delta has no gradient either
     if trainer.args.delta is not None:
         killed = torch.where((ratio > trainer.args.delta) & (advantage < 0), 1, killed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.methods import method as parts
+from sharpscope.methods.clips import RatioTerms, mean_log_ratio
 from sharpscope.methods.method import Method
 from sharpscope.methods.plan import LossOutput, Plan, per_token
 from sharpscope.methods.token_weights import TokenWeight
@@ -58,24 +58,26 @@ def policy_loss(
     ratio = importance_ratio(method.ratio, log_ratio, mask)
 
     weight = plan.weight
-    vespo = method.clip is not None and method.clip.kind == "vespo"
-    if isinstance(method.clip, parts.GmpoClip):
-        objective, clipped = gmpo_objective(method.clip, log_ratio, plan.advantage, mask)
-    elif isinstance(method.clip, parts.FiberClip):
-        objective, clipped = fiber_objective(method.clip, log_ratio, plan.advantage, mask)
-    elif vespo:
-        factor = vespo_factor(log_ratio.detach(), plan.advantage, mask, plan.correction)
-        objective = factor * plan.advantage * logp
+    at = RatioTerms(
+        ratio=weight * ratio if method.weight_on == "ratio" else ratio,
+        log_ratio=log_ratio,
+        logp=logp,
+        advantage=plan.advantage,
+        mask=mask,
+        correction=plan.correction,
+    )
+    if method.clip is None:
+        objective = at.ratio * plan.advantage
         clipped = torch.zeros_like(mask, dtype=torch.int32)
     else:
-        coordinate = weight * ratio if method.weight_on == "ratio" else ratio
-        objective, clipped = clipped_objective(method.clip, coordinate, plan.advantage, logp)
+        objective, clipped = method.clip.surrogate(at, torch)
     if method.weight_on == "surrogate":
         objective = weight * objective
     if method.proximal is not None:
         moved = plan.proximal_logp - plan.behavior_logp
         objective = moved.clamp(max=LARGEST_LOG_RATIO).exp() * objective
-    if method.correction is not None and not vespo:
+    inside = method.clip is not None and method.clip.has_correction
+    if method.correction is not None and not inside:
         objective = plan.correction * objective
     keep = plan.keep
     loss = -(torch.where(keep, objective, 0.0) * active).sum()
@@ -163,137 +165,10 @@ def entropy_bonus(
     return coef * torch.where(plan.pass_mask(pass_index), entropy, 0.0).sum() / max(tokens, 1)
 
 
-def clipped_objective(
-    clip: parts.Clip | None, ratio: Tensor, advantage: Tensor, logp: Tensor
-) -> tuple[Tensor, Tensor]:
-    """S(x, A) per token (equations: the clips' classes; None: x·A), and where a bound acts (−1 low, 1 high, else 0).
-
-    A bound of ppo acts where it takes the gradient away: above for A > 0, below for A < 0; of cispo where it binds and A ≠ 0; of
-    dual also where x > bound and A < 0; of dppo on the tokens that it masks. `ratio` is x, the ratio or weight × ratio; all are
-    (n, T).
-    """
-    nowhere = torch.zeros_like(ratio, dtype=torch.int32)
-    match clip:
-        case parts.SmoothClip():
-            tau = _choose(advantage > 0, 1.0, 1.05, ratio)
-            return torch.sigmoid(tau * (ratio - 1)) * (4 / tau) * advantage, nowhere
-        case parts.DppoMask():
-            flags = dppo_masked(clip, ratio.detach(), advantage, logp.detach())
-            objective = ratio.detach().clamp(max=clip.bound) * advantage * logp
-            return torch.where(flags == 0, objective, 0.0), flags
-        case parts.DualClip():
-            inner = parts.PpoClip(low=clip.low, high=clip.high)
-            objective, flags = clipped_objective(inner, ratio, advantage, logp)
-            beyond = (ratio.detach() > clip.bound) & (advantage < 0)
-            bounded = torch.where(beyond, clip.bound * advantage, objective)
-            return bounded, torch.where(beyond, 1, flags)
-        case parts.DelightGate():
-            gate = torch.sigmoid(-advantage * logp.detach() / clip.eta)
-            return gate * advantage * logp, nowhere
-        case parts.CispoClip():
-            low = ratio.detach() < 1 - clip.low
-            high = ratio.detach() > 1 + clip.high
-            objective = ratio.detach().clamp(1 - clip.low, 1 + clip.high) * advantage * logp
-            return objective, torch.where(advantage == 0, 0, high.int() - low.int())
-        case parts.PpoClip():
-            clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
-            bounded = torch.minimum(ratio * advantage, clipped * advantage)
-            return bounded, gradient_killed(clip, ratio.detach(), advantage)
-    return ratio * advantage, nowhere
-
-
-def gmpo_objective(
-    clip: parts.GmpoClip, log_ratio: Tensor, advantage: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """exp(mean_t x_t)·A (n, T) with x_t = ln r_t bounded on one side by A's sign, and where a bound acts (−1, 1, else 0).
-
-    A bounded token has no gradient of its own and still counts in the mean of its completion.
-    """
-    positive = advantage > 0
-    bounded = torch.where(positive, log_ratio.clamp(max=clip.high), log_ratio.clamp(min=-clip.low))
-    above = positive & (log_ratio > clip.high)
-    below = (advantage < 0) & (log_ratio < -clip.low)
-    return importance_ratio(
-        parts.SequenceRatio(), bounded, mask
-    ) * advantage, above.int() - below.int()
-
-
-def fiber_objective(
-    clip: parts.FiberClip, log_ratio: Tensor, advantage: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """FiberPO's exp(b_i + f_t)·A (n, T), and where the token's own gate is shut (−1, 1, else 0)."""
-    count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
-    x = torch.where(mask, log_ratio, 0.0)
-    up = x.clamp(min=0).sum(-1, keepdim=True) / count  # a⁺ (n, 1)
-    down = (-x).clamp(min=0).sum(-1, keepdim=True) / count  # a⁻
-    base = _rolled_back(up, clip.high, count) - _rolled_back(down, clip.low, count)
-    rising = x.detach() >= 0
-    residual = torch.where(rising, x - up, x + down)
-    other = torch.where(rising, down, -up)
-    gated = residual.clamp(-clip.token, clip.token) + other.clamp(-clip.token, clip.token)
-    far = residual.detach().abs() > clip.token
-    flags = torch.where(far & (advantage != 0), residual.detach().sign(), 0.0)
-    return (base + gated).exp() * advantage, flags.int()
-
-
-def _rolled_back(value: Tensor, budget: float, count: Tensor) -> Tensor:
-    """g(a, C) (n, 1): a up to C, back to 0 with slope −n, then 0."""
-    back = (count + 1) * budget - count * value
-    return torch.where(value <= budget, value, back.clamp(min=0.0))
-
-
-def vespo_factor(log_ratio: Tensor, advantage: Tensor, mask: Tensor, correction: Tensor) -> Tensor:
-    """φ(W) = exp(λ + k·ln W − λ·W) (n, T), k and λ by the sign of A.
-
-    W is the product of a completion's ratios, each multiplied by its sampler correction. As in TRL, ln r_t is bounded by
-    ±20, the logarithms of the corrections and of W by [ln 1e-8, 20].
-    """
-    least = math.log(1e-8)
-    terms = log_ratio.clamp(-20.0, 20.0) + correction.log().clamp(least, 20.0)
-    log_product = torch.where(mask, terms, 0.0).sum(-1, keepdim=True).clamp(least, 20.0)  # (n, 1)
-    k = _choose(advantage >= 0, 2.0, 3.0, log_ratio)  # (n, T)
-    rate = _choose(advantage >= 0, 3.0, 2.0, log_ratio)
-    return (rate + k * log_product - rate * log_product.exp()).exp()
-
-
-def dppo_masked(clip: parts.DppoMask, ratio: Tensor, advantage: Tensor, logp: Tensor) -> Tensor:
-    """Tokens that DPPO masks, int32: 1 where the probability rose too far (A > 0), −1 where it fell too far (A < 0)."""
-    now = logp.exp()
-    old = now / ratio
-    if clip.divergence == "tv":
-        divergence = (now - old).abs()
-    else:
-        tiny = torch.finfo(logp.dtype).tiny
-        log_ratio = ratio.log()
-        rest_now = -torch.expm1(logp)  # 1 − p
-        rest_old = (-torch.expm1(logp - log_ratio)).clamp(min=0)
-        log_rest = rest_old.clamp(min=tiny).log() - rest_now.clamp(min=tiny).log()
-        divergence = rest_old * log_rest - old * log_ratio
-    above = (advantage > 0) & (ratio > 1) & (divergence > clip.high)
-    below = (advantage < 0) & (ratio < 1) & (divergence > clip.low)
-    return above.int() - below.int()
-
-
-def gradient_killed(clip: parts.PpoClip, ratio: Tensor, advantage: Tensor) -> Tensor:
-    """Tokens whose surrogate is constant, int32: 1 where x > 1 + high and A > 0, −1 where x < 1 − low and A < 0.
-
-    `ratio` is weight × ratio for `weight_on=ratio`: at ratio 1 every weight above 1 + high kills a positive token
-    (TR-GRPO's trap).
-    """
-    above = (ratio > 1 + clip.high) & (advantage > 0)
-    below = (ratio < 1 - clip.low) & (advantage < 0)
-    return above.int() - below.int()
-
-
 def k3(logp: Tensor, reference_logp: Tensor) -> Tensor:
     """k3 = π_ref/π − ln(π_ref/π) − 1 ≥ 0 [nats], an unbiased estimate of KL(π‖π_ref) on tokens drawn from π."""
     difference = reference_logp - logp
     return torch.expm1(difference) - difference
-
-
-def _choose(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """`yes` where the condition holds, else `no`, in the dtype of `like`; `where` with two numbers gives float32."""
-    return torch.where(condition, torch.full_like(like, yes), torch.full_like(like, no))
 
 
 def importance_ratio(spec: parts.Ratio, log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -304,8 +179,7 @@ def importance_ratio(spec: parts.Ratio, log_ratio: Tensor, mask: Tensor) -> Tens
     if isinstance(spec, parts.TokenRatio):
         return log_ratio.exp()
     if not isinstance(spec, parts.HolderRatio) or spec.p == 0.0:
-        count = mask.sum(-1, keepdim=True).clamp(min=1)  # (n, 1)
-        log_mean = torch.where(mask, log_ratio, 0.0).sum(-1, keepdim=True) / count
+        log_mean = mean_log_ratio(log_ratio, mask, torch)
     else:
         log_mean = _log_power_mean(log_ratio, mask, float(spec.p))  # type: ignore[arg-type]  # a schedule is resolved
     return log_mean.exp().expand_as(log_ratio)  # (n, 1) -> (n, T)

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
+from sharpscope.methods.clips import Clip, PpoClip
 from sharpscope.methods.token_weights import TokenWeight, UniformWeight
 from sharpscope.settings.base import NonNegative, Part, Real, Schedule, Share
 
@@ -98,116 +99,6 @@ class HolderRatio(Part):
 Ratio = Annotated[TokenRatio | SequenceRatio | HolderRatio, Field(discriminator="kind")]
 
 
-class PpoClip(Part):
-    """Objective min(r·A, clip(r, 1 − low, 1 + high)·A)."""
-
-    kind: Literal["ppo"] = "ppo"
-    low: float = Field(0.2, gt=0, le=1, description="ε below 1; published 0.2.")
-    high: float = Field(0.2, gt=0, description="ε above 1; GRPO 0.2, DAPO 0.28.")
-
-
-class CispoClip(Part):
-    """Objective sg[clip(r, 1 − low, 1 + high)]·A·ln π: the clipped ratio is constant, so every token has a gradient."""
-
-    kind: Literal["cispo"] = "cispo"
-    low: float = Field(
-        1.0, gt=0, le=1, description="ε below 1; 1: no lower bound, as in MiniMax-M1."
-    )
-    high: float = Field(4.0, gt=0)
-    """ε above 1; MiniMax-M1 (arXiv 2506.13585) gives no number, ScaleRL (arXiv 2510.13786) bounds r by 5."""
-
-
-class DualClip(Part):
-    """PPO's clip with a bound on ratios of negative tokens: for A < 0, max(min(r·A, clip(r)·A), bound·A) (arXiv 1912.09729).
-
-    TRL's two-sided clip (`delta`, arXiv 2505.07291) is the same with delta = bound.
-    """
-
-    kind: Literal["dual"] = "dual"
-    low: float = Field(0.2, gt=0, le=1, description="ε below 1; published 0.2.")
-    high: float = Field(0.2, gt=0, description="ε above 1; published 0.2.")
-    bound: float = Field(3.0, gt=1)
-    """Largest ratio of a token with A < 0 that has a gradient + high; published 3."""
-
-    @model_validator(mode="after")
-    def _above(self) -> Self:
-        if self.bound <= 1 + self.high:
-            raise ValueError(
-                f"dual clip bound = {self.bound} must be above 1 + high = {1 + self.high:g}"
-            )
-        return self
-
-
-class GmpoClip(Part):
-    """Objective exp(mean_t x_t)·A, x_t = min(ln r_t, high) for A > 0 and max(ln r_t, −low) for A < 0 (GMPO, arXiv 2507.20673)."""
-
-    kind: Literal["gmpo"] = "gmpo"
-    low: float = Field(0.4, gt=0, description="Bound of −ln r [nats]; published 0.4.")
-    high: float = Field(0.4, gt=0, description="Bound of ln r [nats]; published 0.4.")
-
-
-class DppoMask(Part):
-    """Objective sg[min(r, bound)]·M·A·ln π; M = 0 where π has moved too far from π_old in A's direction (DPPO, arXiv 2602.04879).
-
-    For A > 0: r > 1 and D > high; for A < 0: r < 1 and D > low. With p = π(y) and q = π_old(y), D = |p − q| (`tv`) or
-    q·ln(q/p) + (1 − q)·ln((1 − q)/(1 − p)) (`kl`).
-    """
-
-    kind: Literal["dppo"] = "dppo"
-    divergence: Literal["tv", "kl"] = "tv"
-    """D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats]."""
-    low: float = Field(
-        0.15, gt=0, description="Largest D where A < 0; published 0.15 for tv, 0.05 for kl."
-    )
-    high: float = Field(
-        0.15, gt=0, description="Largest D where A > 0; published 0.15 for tv, 0.05 for kl."
-    )
-    bound: float = Field(
-        20.0, ge=1, description="Largest factor r; 20 as in the implementations of verl and TRL."
-    )
-
-
-class SmoothClip(Part):
-    """A smooth weight instead of a clip.
-
-    sapo: objective (4/τ)·sigmoid(τ·(r − 1))·A, τ = 1 where A > 0, else 1.05 (SAPO, arXiv 2511.20347). vespo: φ(W)·A·ln π,
-    φ(W) = sg[W^k·exp(λ·(1 − W))], W = Π_t r_t in [1e-8, e^20], k = 2 and λ = 3 where A ≥ 0, else k = 3 and λ = 2, as in TRL
-    (VESPO, arXiv 2602.10693).
-    """
-
-    kind: Literal["sapo", "vespo"]
-
-
-class FiberClip(Part):
-    """Objective exp(b_i + f_t)·A, a gate for the completion and one for the token (FiberPO, arXiv 2603.08239).
-
-    With x_t = ln r_t, a⁺ = mean_t max(x_t, 0) and a⁻ = mean_t max(−x_t, 0) over the n tokens of the completion:
-    b_i = g(a⁺, high) − g(a⁻, low), g(a, C) = a up to C, (n + 1)·C − n·a up to (1 + 1/n)·C, 0 beyond; f_t = clip(x_t − l·a^l, ±token)
-    + clip(l·a^(−l), ±token) with the token's sign l = sign x_t. At ratio 1 it is r·A. No gradient flows through l.
-    """
-
-    kind: Literal["fiber"] = "fiber"
-    low: float = Field(
-        0.09, gt=0, description="Budget C⁻ of a⁻ [nats]; ours, below `high` as advised."
-    )
-    high: float = Field(0.11, gt=0, description="Budget C⁺ of a⁺ [nats]; ours.")
-    token: float = Field(
-        0.02, gt=0, description="Bound ε of a token's residual [nats]; ours, far below the budgets."
-    )
-
-
-class DelightGate(Part):
-    """Objective sg[sigmoid(−A·ln π/eta)]·A·ln π: surprising tokens count where A > 0 (Delightful policy gradient, arXiv 2603.14608).
-
-    π is the present policy; there is no ratio and no clip. Where A·ln π = 0 the gate is 1/2.
-    """
-
-    kind: Literal["delight"] = "delight"
-    eta: float = Field(
-        1.0, gt=0, description="Temperature of the gate [advantage × nats]; published 1."
-    )
-
-
 class TruncatedCorrection(Part):
     """Multiply the surrogate by min(ρ, high), ρ = π_old/μ, μ the sampler's policy (truncated importance sampling, TIS)."""
 
@@ -239,11 +130,6 @@ class MaskedCorrection(Band):
 
 
 Correction = Annotated[TruncatedCorrection | MaskedCorrection, Field(discriminator="kind")]
-
-Clip = Annotated[
-    PpoClip | CispoClip | DualClip | GmpoClip | DppoMask | SmoothClip | DelightGate | FiberClip,
-    Field(discriminator="kind"),
-]
 
 
 class Kl(Part):
@@ -525,33 +411,36 @@ class Method(Part):
             raise ValueError(
                 "passes needs ratio.kind=token: a sequence ratio couples the tokens of both passes"
             )
-        kind = "null" if clip is None else clip.kind
-        fixed = dict.fromkeys(("dppo", "vespo", "delight", "fiber"), "token")
-        needed = {"gmpo": "sequence", **fixed}.get(kind, ratio.kind)
-        if needed != ratio.kind:
-            raise ValueError(f"clip.kind={kind} needs ratio.kind={needed}, not {ratio.kind}")
-        if self.passes is not None and kind == "fiber":
-            raise ValueError("passes needs another clip than fiber, which couples both passes")
-        plain = clip is None or isinstance(clip, PpoClip | CispoClip)
-        if self.weight_on == "ratio" and not plain:
-            raise ValueError(
-                f"weight_on=ratio needs clip null, ppo or cispo, not {kind}; set weight_on=surrogate"
-            )
-        if kind == "vespo" and self.correction is not None and self.correction.level != "token":
-            raise ValueError(
-                "clip.kind=vespo needs correction.level=token: the factors enter its product of ratios"
-            )
+        if clip is not None:
+            self._check_clip(clip)
         if getattr(ratio, "to", "old") == "sampler" and self.correction is not None:
             raise ValueError(
                 "ratio.to=sampler needs correction=null: its ratio is already to the sampler"
             )
-        if self.proximal is not None and not (plain or isinstance(clip, DualClip)):
-            raise ValueError(f"proximal needs clip null, ppo, cispo or dual, not {kind}")
         if self.proximal is not None and getattr(ratio, "to", "old") == "sampler":
             raise ValueError("proximal needs ratio.to=old: it replaces the ratio's denominator")
         if self.at(0.0) is not self:
             self.at(1.0)  # schedules are monotone, so valid endpoints make all values valid
         return self
+
+    def _check_clip(self, clip: Clip) -> None:
+        """Refuse settings that the clip's surrogate is not defined for."""
+        kind, ratio = clip.kind, self.ratio.kind
+        if ratio not in clip.needs_ratio:
+            needed = " or ".join(clip.needs_ratio)
+            raise ValueError(f"clip.kind={kind} needs ratio.kind={needed}, not {ratio}")
+        if self.passes is not None and clip.couples_tokens:
+            raise ValueError(f"passes needs another clip than {kind}, which couples both passes")
+        if self.weight_on == "ratio" and not clip.takes_weight:
+            raise ValueError(
+                f"weight_on=ratio needs clip null, ppo or cispo, not {kind}; set weight_on=surrogate"
+            )
+        if clip.has_correction and self.correction is not None and self.correction.level != "token":
+            raise ValueError(
+                f"clip.kind={kind} needs correction.level=token: the factors enter its product of ratios"
+            )
+        if self.proximal is not None and not clip.takes_proximal:
+            raise ValueError(f"proximal needs clip null, ppo, cispo or dual, not {kind}")
 
     @property
     def weighted(self) -> bool:

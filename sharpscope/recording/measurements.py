@@ -44,8 +44,6 @@ from sharpscope.traces import Row
 if TYPE_CHECKING:
     from sharpscope.config import RunConfig
 
-# surrogates with a factor of the ratio that has no gradient
-HELD_CONSTANT = ("cispo", "dppo", "vespo", "delight")
 GUESS = 2.0
 """First step size of a run's first line search for the critical sharpness, in learning rates."""
 TOLERANCE = 0.25
@@ -441,10 +439,10 @@ class CriticalSharpness:
         optimizer = update.optimizer
         model = update.model
         config = run.config
-        clip = getattr(config.method.clip, "kind", None)
-        if clip in HELD_CONSTANT:
+        clip = config.method.clip
+        if clip is not None and not clip.gradient_flows:
             raise UserError(
-                f"method.clip.kind = {clip}: the loss has a factor that its gradient treats as constant, so its values along "
+                f"method.clip.kind = {clip.kind}: the loss has a factor that its gradient treats as constant, so its values along "
                 "the update are not those of what the update descends"
             )
         compute = run.policy.compute or next(model.parameters()).dtype

@@ -13,8 +13,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from sharpscope.methods import Method
-from sharpscope.methods.loss import gradient_killed
-from sharpscope.methods.method import PpoClip
+from sharpscope.methods.clips import PpoClip
 from sharpscope.methods.plan import per_token, summarize_weights
 from sharpscope.policy import Head, Rollouts, TokenStats
 from sharpscope.recording.step import (
@@ -162,7 +161,7 @@ def clipped_weight_share(method: Method, weight: Tensor, advantage: Tensor, mask
     """Share of the loss tokens whose weight (N, T) alone is beyond PPO's clip; NaN if it is in none."""
     if method.weight_on != "ratio" or not isinstance(method.clip, PpoClip):
         return math.nan
-    killed = gradient_killed(method.clip, weight, per_token(advantage, weight).to(weight))
+    killed = method.clip.without_gradient(weight, per_token(advantage, weight).to(weight))
     return float((killed[mask] != 0).double().mean())
 
 

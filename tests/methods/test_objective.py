@@ -13,9 +13,20 @@ import torch
 from torch import Tensor
 
 from sharpscope.methods import Method, method_names, named_method
+from sharpscope.methods.clips import (
+    CispoClip,
+    DelightGate,
+    DppoMask,
+    DualClip,
+    FiberClip,
+    GmpoClip,
+    PpoClip,
+    RatioClip,
+    RatioTerms,
+    SapoClip,
+    VespoClip,
+)
 from sharpscope.methods.loss import (
-    clipped_objective,
-    gmpo_objective,
     importance_ratio,
     policy_loss,
     token_normalizer,
@@ -25,8 +36,6 @@ from sharpscope.methods.method import (
     ClipCovTokens,
     Correction,
     CurvatureTokens,
-    DualClip,
-    FiberClip,
     HighEntropyTokens,
     HolderRatio,
     Kl,
@@ -500,8 +509,59 @@ def test_the_sides_of_an_asymmetric_clip_are_not_exchanged(kind, low, high):
     base = "gmpo" if kind == "gmpo" else "grpo"
     settings = {"clip": {"kind": kind, "low": low, "high": high}}
     clip = Method.model_validate(named_method(base).model_dump() | settings).clip
-    if kind == "gmpo":
-        _, flags = gmpo_objective(clip, ratio.log(), advantage, torch.ones_like(ratio).bool())
-    else:  # π = 1, so that dppo's |π − π_old| is |1 − 1/r|
-        _, flags = clipped_objective(clip, ratio, advantage, torch.zeros_like(ratio))
+    ones = torch.ones_like(ratio)
+    at = RatioTerms(  # π = 1, so that dppo's |π − π_old| is |1 − 1/r|
+        ratio=ratio,
+        log_ratio=ratio.log(),
+        logp=0 * ratio,
+        advantage=advantage,
+        mask=ones.bool(),
+        correction=ones,
+    )
+    _, flags = clip.surrogate(at, torch)
     assert flags.tolist() == [ASYMMETRIC[kind](int(high < 0.2), int(low < 0.2))]
+
+
+CLIPS = (
+    PpoClip(),
+    CispoClip(high=0.2),
+    DualClip(),
+    GmpoClip(),
+    DppoMask(),
+    SapoClip(),
+    VespoClip(),
+    FiberClip(low=2.0, high=2.0, token=0.01),
+    DelightGate(),
+)
+
+
+@pytest.mark.parametrize("clip", CLIPS, ids=lambda clip: clip.kind)
+def test_a_clip_says_whether_its_gradient_is_the_derivative_of_its_value(clip: RatioClip):
+    random = torch.Generator().manual_seed(3)
+    drawn = torch.rand(3, 2, 4, dtype=torch.float64, generator=random)
+    behavior, advantage = -0.2 - drawn[0], drawn[1] - 0.5
+    mask = torch.ones(2, 4, dtype=torch.bool)
+
+    def value(logp: Tensor) -> Tensor:
+        x = logp - behavior
+        ratio = x.mean(-1, keepdim=True).exp().expand_as(x) if clip.kind == "gmpo" else x.exp()
+        at = RatioTerms(
+            ratio=ratio,
+            log_ratio=x,
+            logp=logp,
+            advantage=advantage,
+            mask=mask,
+            correction=torch.ones_like(x),
+        )
+        return clip.surrogate(at, torch)[0].sum()
+
+    logp = (behavior + 0.3 * (drawn[2] - 0.5)).requires_grad_()
+    (gradient,) = torch.autograd.grad(value(logp), logp)
+    differences = torch.zeros_like(gradient)
+    with torch.no_grad():
+        for place in [(row, column) for row in range(2) for column in range(4)]:
+            step = torch.zeros_like(logp)
+            step[place] = 1e-6
+            differences[place] = (value(logp + step) - value(logp - step)) / 2e-6
+    agrees = torch.allclose(gradient, differences, rtol=1e-5, atol=1e-8)
+    assert gradient.abs().max() > 0.01 and agrees is clip.gradient_flows

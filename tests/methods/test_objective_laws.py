@@ -12,16 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from sharpscope.methods import Method, method_names, named_method, same_at_one_update
+from sharpscope.methods.clips import FiberClip, RatioTerms
 from sharpscope.methods.loss import (
     MethodState,
     clipped_norm,
-    fiber_objective,
     policy_loss,
     token_normalizer,
 )
 from sharpscope.methods.method import (
     BinTokens,
-    FiberClip,
     Kl,
 )
 from sharpscope.methods.plan import Plan, calibrate, prepare, token_bins, token_weights
@@ -263,7 +262,9 @@ def fiber_value(low: float, high: float, token: float, ratios: list[float]) -> l
     x = torch.tensor([ratios], dtype=torch.float64).log()
     mask = torch.ones(1, len(ratios), dtype=torch.bool)
     clip = FiberClip(low=low, high=high, token=token)
-    return fiber_objective(clip, x, torch.ones_like(x), mask)[0].flatten().tolist()
+    ones = torch.ones_like(x)
+    at = RatioTerms(ratio=x.exp(), log_ratio=x, logp=x, advantage=ones, mask=mask, correction=ones)
+    return clip.surrogate(at, torch)[0].flatten().tolist()
 
 
 def test_fiberpo_is_the_ratio_until_a_gate_acts_and_pulls_back_beyond_a_budget():

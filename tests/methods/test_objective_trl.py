@@ -11,12 +11,12 @@ from torch import Tensor
 
 from sharpscope.methods import Method, named_method
 from sharpscope.methods.advantages import estimate_advantages
+from sharpscope.methods.clips import DualClip
 from sharpscope.methods.loss import entropy_bonus, policy_loss, token_normalizer
 from sharpscope.methods.method import (
     Advantage,
     BaselineAdvantage,
     DecoupledAdvantage,
-    DualClip,
     GroupAdvantage,
     Kl,
     MaskedCorrection,
