@@ -217,5 +217,6 @@ def finite(recorded: Recorded) -> Measured | None:
     bad = updates[(given & ~np.isfinite(loss)) | ~np.isfinite(norm)]
     found = recorded.events[recorded.events["rule"] == "not_finite"]
     told = str(found["message"].iloc[0]) if len(found) else ""
-    facts = {"step": first_step(bad), "message": told, "updates": len(updates)}
+    step = first_step(found if len(found) else bad)  # an update can break weights before a loss
+    facts = {"step": step, "message": told, "updates": len(updates)}
     return Measured(value=float(len(bad)), facts=facts)

@@ -307,9 +307,8 @@ class LoopRecorder(Recorder):
             raise UserError(
                 "record: logp does not require a gradient; give what the loss is made of, before backward"
             )
-        numbers = {
-            name: x for name, x in given.items() if isinstance(x, Tensor) and name != "groups"
-        }
+        numbers = {"logp": logp.detach()}
+        numbers |= {n: x for n, x in given.items() if isinstance(x, Tensor) and n != "groups"}
         self.capture.not_finite += first_not_finite(numbers, mask, len(self.capture.pending))
         self.given |= frozenset(given)
         if "rewards" not in given and not self.rules:

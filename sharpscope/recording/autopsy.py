@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sharpscope.policy.guard import guarded
+from sharpscope.policy.head import computing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,32 +97,46 @@ def broken_weights(model: nn.Module) -> str:
     return f"{sum(counts.values()):,} weights ({dtype}) are not finite, first in {name}"
 
 
+def _first_bad(values: object, present: Tensor) -> list[int] | None:
+    """Row and position, or index, of a tensor's first value that is not finite; None if it has none.
+
+    Positions of padding count only where `present` (n, L) has no other.
+    """
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        return None
+    bad = ~torch.isfinite(values)
+    if bad.shape[:2] == present.shape:
+        flat = bad.flatten(2).any(-1) if bad.dim() > 2 else bad
+        bad = flat & present if bool((flat & present).any()) else flat
+    return torch.nonzero(bad)[0][:2].tolist() if bool(bad.any()) else None
+
+
 @contextmanager
 def watched(model: nn.Module, present: Tensor, found: list[str]) -> Iterator[None]:
     """Context in which `found` gets the first module that gives a value that is not finite from finite input.
 
-    Positions of padding count only where `present` (n, L) has no other.
+    A module that is the first to get such a value tells of an operation between modules, such as the product in attention.
+    `present` (n, L) says what is no padding.
     """
 
     def hook(name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
-        """Note the first output that is not finite, and what it was made of."""
+        """Note the first value that is not finite, and what it was made of."""
+        if found:
+            return
         given = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
-        made = output if isinstance(output, Tensor) else None
-        if found or made is None or not made.is_floating_point():
+        entered = next((at for x in given if (at := _first_bad(x, present))), None)
+        at = entered or _first_bad(output, present)
+        if at is None:
             return
-        bad = ~torch.isfinite(made)
-        if bad.shape[:2] == present.shape:
-            flat = bad.flatten(2).any(-1) if bad.dim() > 2 else bad
-            bad = flat & present if bool((flat & present).any()) else flat
-        if not bool(bad.any()) or any(not bool(torch.isfinite(x).all()) for x in given):
-            return
-        at = [int(x) for x in torch.nonzero(bad)[0][:2]]
-        largest = max((float(x.abs().max()) for x in given), default=math.nan)
-        what = (
-            f"{name} ({type(module).__name__}) gives a value that is not finite from finite input"
-        )
-        if made.dtype == torch.float16:
-            what = f"float16 overflow in {what}, of size up to {largest:.3g} (the largest is 65504)"
+        made = given[0] if entered else output
+        what = f"{name} ({type(module).__name__})"
+        if entered:
+            what = f"what enters {what} is not finite, though every module before it gives finite values"
+        else:
+            largest = max((float(x.abs().max()) for x in given), default=math.nan)
+            what = f"{what} gives a value that is not finite from finite input of size up to {largest:.3g}"
+        if isinstance(made, Tensor) and made.dtype == torch.float16:
+            what = f"float16 overflow (the largest is 65504): {what}"
         place = f", row {at[0]}, position {at[1]}" if len(at) == 2 else ""
         found.append(what + place)
 
@@ -137,14 +152,24 @@ def watched(model: nn.Module, present: Tensor, found: list[str]) -> Iterator[Non
             handle.remove()
 
 
-def first_operation(model: nn.Module, batches: Sequence[MicroBatch]) -> str:
-    """The first module of a second pass over the micro-batches that gives a value that is not finite; empty if none does."""
+def first_operation(
+    model: nn.Module, batches: Sequence[MicroBatch], compute: torch.dtype | None = None
+) -> str:
+    """The first module of a second pass over the micro-batches that gives a value that is not finite; empty if none does.
+
+    `compute` is the type of matrix products (autocast); None: that of the weights.
+    """
     for batch in batches:
         found: list[str] = []
         ids, present = batch.input_ids, batch.attention_mask
         positions = (present.long().cumsum(1) - 1).clamp(min=0)
         given = {"input_ids": ids, "attention_mask": present, "position_ids": positions}
-        with guarded(model), torch.no_grad(), watched(model, present.bool(), found):
+        with (
+            guarded(model),
+            torch.no_grad(),
+            computing(model, compute),
+            watched(model, present.bool(), found),
+        ):
             model(**given, use_cache=False)
         if found:
             return f"micro-batch {batch.micro}: {found[0]}"
@@ -171,12 +196,15 @@ def autopsy(model: nn.Module, batches: Sequence[MicroBatch], places: Sequence[Pl
     """
     if weights := broken_weights(model):
         return f"{weights}: an earlier update made them so"
+    if operation := first_operation(model, batches):  # what the loop gave may follow from it
+        return operation
     inside = [place for place in places if not place.masked and place.name != "coefficient"]
+    own = any(place.name == "logp" for place in inside)
+    if own and (operation := first_operation(model, batches, torch.float16)):
+        return f"{operation}, with float16 autocast; in the weights' own type the pass is finite"
     if inside:
         first = inside[0]
         return f"{first.name} is {first.value:g} at {first.text} ({first.count} values)"
-    if operation := first_operation(model, batches):
-        return operation
     masked = [place for place in places if place.masked]
     if masked:
         first = masked[0]

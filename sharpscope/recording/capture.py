@@ -337,6 +337,7 @@ class StepCapture:
     def _end_update(self) -> None:
         self.pending = []
         self.losses = []
+        self.not_finite = []
         self.rotation = None
         self.complete = False
 

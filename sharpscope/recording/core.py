@@ -529,8 +529,7 @@ class Recorder(Guard):
             rollouts = step.batch(use.serial).rollout_batch.rollouts.rows(rows)
             ids, present = rollouts.input_ids, rollouts.attention_mask
             batches.append(MicroBatch(micro=micro, input_ids=ids, attention_mask=present))
-        with original_forward(self.model):
-            text = autopsy(self.model, batches, step.not_finite)
+        text = autopsy(self.model, batches, step.not_finite)  # accelerate's autocast included
         self.event("not_finite", "error", text, value)
         self.flush()
 
@@ -666,6 +665,7 @@ class Recorder(Guard):
             return
         step.drop_pending()
         self._observed.pop()
+        self._reported -= {"not_finite"}  # a GradScaler leaves such updates out
         text = (
             "an update was not made: its gradient was complete, and optimizer.step() did not come"
         )

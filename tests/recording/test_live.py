@@ -20,12 +20,15 @@ from sharpscope.traces import load_run
 POLICY = data_path("policies", "math")
 
 
-def train(out, steps=3, wrong=1.0, old=None, **options):
-    """A loop over two prompts with four fixed completions each; the policy term is times `wrong`."""
+def train(out, steps=3, wrong=1.0, old=None, half="", spoil=None, optimizer=torch.optim.AdamW, **options):
+    """A loop over two prompts with four fixed completions each; the policy term is times `wrong`.
+
+    `spoil` changes the model at step 2; `half`: float16 by "weights" or "autocast".
+    """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(POLICY)
     tokenizer = AutoTokenizer.from_pretrained(POLICY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = optimizer(model.parameters(), lr=1e-4)
     prompts = tokenizer(["3 + 4 = ?\n"] * 8 + ["5 + 4 = ?\n"] * 8, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         ids = model.generate(
@@ -50,8 +53,14 @@ def train(out, steps=3, wrong=1.0, old=None, **options):
         recording={"token_gradients_every": 0},
         **options,
     )
-    for _ in range(steps):
-        logp = model(input_ids=ids).logits[:, :-1].log_softmax(-1)
+    if half == "weights":
+        model.half()
+    for step in range(1, steps + 1):
+        if spoil is not None and step == 2:
+            spoil(model)
+        with torch.autocast("cpu", torch.float16, enabled=half == "autocast"):
+            logits = model(input_ids=ids).logits
+        logp = logits[:, :-1].float().log_softmax(-1)
         logp = logp.gather(2, ids[:, 1:, None])[..., 0]
         before = logp.detach().clone() if old is None else old(logp.detach().clone(), mask[:, 1:])
         groups = torch.arange(16) // 8
@@ -124,6 +133,41 @@ def test_an_infinite_value_at_a_masked_position_is_named(tmp_path):
     text = told["message"].iloc[0]
     assert text.startswith("old_logp is -inf at 48 masked positions (first: micro-batch 0, row 0")
     assert found_by(recorder) == ["masked_inf"]
+
+
+def large_layer(model):
+    with torch.no_grad():
+        weight = model.model.layers[1].mlp.up_proj.weight
+        weight.mul_(30_000 / weight.abs().max())
+
+
+def large_scores(model):
+    model.set_attn_implementation("eager")  # others keep scores in float32
+    attention = model.model.layers[1].self_attn
+    with torch.no_grad():
+        for projection in (attention.q_proj, attention.k_proj):
+            projection.weight.mul_(1000 / projection.weight.abs().max())
+
+
+@pytest.mark.parametrize("half", ["weights", "autocast"])
+@pytest.mark.parametrize(
+    ("spoil", "where"),
+    [
+        (large_layer, "model.layers.1.mlp.up_proj (Linear) gives a value that is not finite"),
+        (large_scores, "what enters model.layers.1.self_attn.o_proj (Linear) is not finite"),
+    ],
+)
+def test_float16_overflow_is_named_from_a_training(half, spoil, where, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recorder = train(tmp_path / "run", half=half, spoil=spoil, optimizer=torch.optim.SGD)
+    run = load_run(recorder.run_dir)
+    told = run.events[run.events["rule"] == "not_finite"]
+    assert told["step"].tolist() == [2]
+    text = told["message"].iloc[0]
+    assert text.startswith("micro-batch 0: float16 overflow") and where in text
+    assert ("with float16 autocast" in text) == (half == "autocast")
+    assert found_by(recorder)[:1] == ["float16_overflow"]
 
 
 def test_on_finding_is_checked_before_anything_is_made(tmp_path):
