@@ -223,12 +223,18 @@ def _scale(history: History, at: int, rewards: Values) -> float:
 
 
 def step_noise(y: Values, at: Any = slice(None)) -> Values:
-    """Standard deviation of one step's value around its trend, from the steps up to each of the steps `at`."""
+    """Standard deviation of one step's value around its trend, from the steps up to each of the steps `at`.
+
+    From the median of absolute differences of adjacent steps, which can be small by luck where there are few: of fewer than 20
+    their mean counts where it gives more.
+    """
     windows = _windows(np.abs(np.diff(y, prepend=y[:1])), SPIKE_WINDOW)[at]
     if not len(windows):
         return np.empty(0)
     robust = 1.4826 * np.nanmedian(windows, axis=1)
-    return np.where(robust > 0, robust, np.sqrt(np.nanmean(windows**2, axis=1))) / np.sqrt(2)
+    few = (robust == 0) | (np.isfinite(windows).sum(1) < 2 * WINDOW)
+    by_mean = np.sqrt(np.pi / 2) * np.nanmean(windows, axis=1)
+    return np.where(few, np.fmax(robust, by_mean), robust) / np.sqrt(2)
 
 
 def zero_gradient(history: History) -> Values:

@@ -107,6 +107,26 @@ def test_a_first_step_that_destroys_the_policy_is_named(tmp_path):
     assert (found["policy_destroyed"][1], found["zero_gradient"][1]) == (1, 2)
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        "0.375 0.391 0.422 0.438 0.25 0.281 0.219 0.047 0.031 0.359 0.172 0.359 0.297 0.125 0.266 0.25",
+        "0.375 0.359 0.375 0.406 0.266 0.266 0.188 0.078 0.094 0.531 0.156 0.375 0.375 0.094 0.25 0.25",
+    ],
+)
+def test_steps_whose_rewards_lie_close_by_luck_are_no_collapse(rewards, tmp_path):
+    """Healthy loops with eight prompts of different difficulty a step, whose first four means are close."""
+    frame = healthy(16)
+    frame["reward"] = [float(x) for x in rewards.split()]
+    assert "reward_collapse" not in symptoms(frame, tmp_path)
+
+
+def test_a_collapse_of_few_steps_is_found(tmp_path):
+    frame = healthy(16)
+    frame["reward"] = [0.4, 0.41, 0.38, 0.42, 0.4, 0.39, *10 * [0.02]]
+    assert symptoms(frame, tmp_path)["reward_collapse"] == ("critical", 7)
+
+
 def test_a_reward_that_falls_to_exactly_zero_collapses_where_it_falls(tmp_path):
     """A training of TRL with a learning rate of 1e-2; the standard error of the fall shrinks while the reward stays 0."""
     rewards = [

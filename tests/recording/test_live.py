@@ -20,7 +20,9 @@ from sharpscope.traces import load_run
 POLICY = data_path("policies", "math")
 
 
-def train(out, steps=3, wrong=1.0, old=None, half="", spoil=None, optimizer=torch.optim.AdamW, **options):
+def train(
+    out, steps=3, wrong=1.0, old=None, half="", spoil=None, optimizer=torch.optim.AdamW, **options
+):
     """A loop over two prompts with four fixed completions each; the policy term is times `wrong`.
 
     `spoil` changes the model at step 2; `half`: float16 by "weights" or "autocast".
