@@ -56,7 +56,7 @@ taken back. Rows are sorted by the mean angle of the gradient.
   terms (\\*: where that is not plain GRPO); of methods that have none it is plain GRPO. In brackets the range over the batches. The **noise**
   of a batch is the angle between its gradient and the expected one; a turn that stays the same adds up over steps, the noise averages out:
   after (tan noise / tan angle)² steps the turn is the larger one.
-- **kept**: share of the reference's gradient, tokens counted by |c|·‖p − e_y‖, on tokens that have a gradient in the method too.
+- **used**: share of the reference's gradient, tokens counted by |c|·‖p − e_y‖, on tokens that the method learns from too.
 - **update**: angle of the optimizer's steps [degrees]. **dose**: length of the difference of both steps in units of the reference's step.
   AdamW divides by the size of past gradients, so a method with a much smaller gradient than GRPO's mostly repeats the momentum of those
   batches: its angle then says little about its own gradient (`wapo`, `delight`, `dr-grpo`, `tp-schedule`).
@@ -182,7 +182,7 @@ def angle_row(method: str, frames: Frames) -> str:
         row = frame.loc[method]
         values = [
             ranged(row, "gradient_rotation"),
-            number(100 * row["gradient_kept"], ".0f") + " %",
+            number(100 * row["gradient_used"], ".0f") + " %",
             ranged(row, "update_rotation"),
             number(row["update_difference"], ".2f"),
         ]
@@ -220,9 +220,9 @@ def capo_table(frames: Frames) -> str:
             for method in ("grpo", "capo")
             for column in ("kl_rank", "kl_rank_norm")
         ]
-        kept = number(100 * frame.loc["capo", "gradient_kept"], ".0f")
-        rows.append([f"`{name}`", *ranks, f"{kept} %"])
-    head = ["grpo: m_F", "‖p − e_y‖", "capo: m_F", "‖p − e_y‖", "gradient that capo keeps"]
+        used = number(100 * frame.loc["capo", "gradient_used"], ".0f")
+        rows.append([f"`{name}`", *ranks, f"{used} %"])
+    head = ["grpo: m_F", "‖p − e_y‖", "capo: m_F", "‖p − e_y‖", "gradient that capo uses"]
     return table(["policy", *head], rows)
 
 
@@ -243,7 +243,7 @@ def page(data: Path) -> str:
         warm_up=WARM_UP,
         batches="\n".join(batches_line(*item) for item in records.items()),
         same=", ".join(f"`{method}`" for method in still if method not in ("grpo", "aggc")),
-        head=" | ".join(f"`{name}`: gradient, kept, update, dose" for name in frames),
+        head=" | ".join(f"`{name}`: gradient, used, update, dose" for name in frames),
         rules="---|" * (len(frames) - 1) + "---",
         rows="\n".join(angle_row(method, frames) for method in shown),
         noise=" | ".join(ranged(frame.loc["grpo"], "noise") for frame in frames.values()),

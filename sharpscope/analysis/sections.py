@@ -140,7 +140,9 @@ def _table(frame: pd.DataFrame) -> Table:
         column = frame.iloc[:, at]
         wide = any(isinstance(value, Marked) for value in column)
         justify: Literal["left", "right"] = "left" if is_text(column) else "right"
-        table.add_column(Text(visible(name)), justify=justify, ratio=1 if wide else None)
+        ratio = 1 if wide else None
+        # fold: a word that is too long goes on in the next line, by default it is cut
+        table.add_column(Text(visible(name)), justify=justify, ratio=ratio, overflow="fold")
     for row in frame.itertuples(index=False, name=None):
         table.add_row(
             *(_sentence(c) if isinstance(c, Marked) else Text(visible(cell_text(c))) for c in row)

@@ -47,7 +47,7 @@ def methods(
     """
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
     from sharpscope.methods import (
         constants,
@@ -79,7 +79,8 @@ def methods(
             if text:
                 console.print(f"[bold]{escape(title)}[/]  {escape(text)}", highlight=False)
         return
-    table = Table("method", "what differs from GRPO", "at one update", "bound", "source")
+    heads = ("what differs from GRPO", "at one update", "bound", "source")
+    table = Table(Column("method", no_wrap=True), *(Column(one, overflow="fold") for one in heads))
     for each in method_names():
         note = describe(each)
         same = same_at_one_update(note.method)

@@ -218,12 +218,11 @@ def rotate(
 
 
 def _sections(rotations: Rotations) -> list[Section]:
-    """The batches, a row for each method, those that turn the gradient furthest first, and what the columns mean."""
+    """The batches, what the columns mean, a row for each method, those that turn the gradient furthest first, and why."""
     import pandas as pd
 
     from sharpscope.analysis.sections import Section
     from sharpscope.forks.rotating import STILL
-    from sharpscope.policy.directions import NOISE_BOUND
 
     batch = rotations.batch
     where = f"{batch['run']}, step {batch['step']}" if batch["run"] else f"seed {batch['seed']}"
@@ -233,31 +232,9 @@ def _sections(rotations: Rotations) -> list[Section]:
     )
     table = rotations.table.sort_values("gradient_rotation", ascending=False, kind="stable")
     named = table["method"] + table["reference"].map(lambda of: " *" if of == "unweighted" else "")
-    notes = [f"{name}: {why}" for name, why in zip(named, table["problem"], strict=True) if why]
-    if batch["recorded"] is not None:
-        same = (
-            "are those"
-            if batch["recorded"]
-            else "are not those (another machine or version, or --set)"
-        )
-        notes.append(f"The first batch's completions {same} that the run recorded at this step.")
-    plain = table[table["reference"] == "grpo"].head(1)
-    noise = "unknown for one prompt"
-    if len(plain) and not math.isnan(rotations.noise):
-        noise = "about " + _ranged(plain, "noise").iloc[0]
-    if rotations.noise >= NOISE_BOUND:
-        noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
-    of = "the batches" if batch["range_of"] == "batches" else "the two halves of the prompts"
-    notes += [
-        f"Noise of a batch: {noise} between its gradient (plain GRPO) and the expected one.",
-        f"gradient, update: rotation against plain GRPO (*: against the same method with weights 1), mean and range over {of}; length: "
-        "ratio of the gradients' norms; kept: share of that gradient on tokens that keep one; dose: length of the difference of both "
-        "updates, in units of the reference's.",
-        "steps: until the turn passes the noise, (tan noise / tan angle)²; a turn adds up, the noise of k steps falls as 1/√k.",
-    ]
     columns = {
         "length": ("gradient_scale", "{:.2f}"),
-        "kept": ("gradient_kept", "{:.1%}"),
+        "used": ("gradient_used", "{:.1%}"),
         "dose": ("update_difference", "{:.2f}"),
         "steps": ("steps_to_pass", "{:,.0f}"),
     }
@@ -266,16 +243,47 @@ def _sections(rotations: Rotations) -> list[Section]:
         for name, (column, form) in columns.items()
     }
     angles = {name: _ranged(table, f"{name}_rotation") for name in ("gradient", "update")}
-    still = table["gradient_rotation"] < STILL
-    shown["steps"] = shown["steps"].mask(still, "–")
-    reason = (
-        table["verdict"]
-        .str.split("; ")
-        .str[0]
-        .where(still | table["verdict"].str.contains("; "), "")
+    shown["steps"] = shown["steps"].mask(table["gradient_rotation"] < STILL, "–")
+    frame = pd.DataFrame({"method": named} | angles | shown)
+    of = "the batches" if batch["range_of"] == "batches" else "the two halves of the prompts"
+    meaning = (
+        f"gradient, update: angle to plain GRPO's gradient and to its optimizer's step, mean and range over {of} (*: to those of the "
+        "method itself with all weights 1 and no token left out). length: length of the gradient, in that of plain GRPO's. used: "
+        "share of plain GRPO's gradient that is on tokens which the method learns from too. dose: length of the difference between "
+        "both steps, in that of plain GRPO's step. steps: number of steps after which the turn is larger than the noise, "
+        "(tan noise / tan angle)²: a turn adds up over steps, the noise averages out."
     )
-    frame = pd.DataFrame({"method": named} | angles | shown | {"because": reason})
-    return [Section(title, frame), Section("", "\n".join(notes))]
+    return [
+        Section(title, meaning),
+        Section("", frame),
+        Section("", "\n".join(_remarks(rotations, table.assign(named=named)))),
+    ]
+
+
+def _remarks(rotations: Rotations, table: pd.DataFrame) -> list[str]:
+    """What is said of the methods of the table, called as in its column `named`, of the first batch, and of the noise."""
+    from sharpscope.forks.rotating import STILL
+    from sharpscope.policy.directions import NOISE_BOUND
+
+    alike: dict[str, list[str]] = {}
+    for _, row in table.iterrows():
+        reason, *steps = row["verdict"].split("; ")  # the number of steps has a column
+        if row["problem"] or steps or row["gradient_rotation"] < STILL:
+            alike.setdefault(row["problem"] or reason, []).append(row["named"])
+    remarks = [f"{', '.join(names)}: {said}" for said, names in alike.items()]
+    recorded = rotations.batch["recorded"]
+    if recorded is not None:
+        same = "are those" if recorded else "are not those (another machine or version, or --set)"
+        remarks.append(f"The first batch's completions {same} that the run recorded at this step.")
+    noise = "unknown for one prompt"
+    if rotations.noise >= 0:
+        noise = "about " + _ranged(table[table["reference"] == "grpo"], "noise").iloc[0]
+    if rotations.noise >= NOISE_BOUND:
+        noise = "at least 90°, the bound of its estimate (its two halves share no direction; take more prompts),"
+    remarks.append(
+        f"Noise of a batch: {noise} between its gradient (plain GRPO) and the expected one."
+    )
+    return remarks
 
 
 def _ranged(table: pd.DataFrame, column: str) -> pd.Series:
@@ -286,7 +294,6 @@ def _ranged(table: pd.DataFrame, column: str) -> pd.Series:
         mean, low, high = (row[name] for name in (column, f"{column}_low", f"{column}_high"))
         if math.isnan(mean):
             return "–"
-        known = not math.isnan(low) and high > low
-        return f"{mean:.1f}°" + (f" ({low:.1f}–{high:.1f})" if known else "")
+        return f"{mean:.1f}°" + (f" ({low:.1f}–{high:.1f})" if high > low else "")
 
     return table.apply(shown, axis=1)

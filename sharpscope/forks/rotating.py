@@ -55,7 +55,7 @@ BINS = ("pos_peak", "pos_valley", "neg_peak", "neg_valley")
 _NUMBERS = [
     "gradient_rotation",
     "gradient_scale",
-    "gradient_kept",
+    "gradient_used",
     "update_rotation",
     "update_scale",
     "update_difference",
@@ -84,7 +84,7 @@ class Rotations:
         table: a row per method: `method`, `reference` (grpo, or unweighted: the method itself with weights 1), then means over the
             batches, named as in the trace: `gradient_rotation` and `update_rotation` [degrees], `gradient_scale`, `update_scale`,
             `weight_mean`, `weight_mean_gradient`, `weight_saturation_low_gradient`, `weight_saturation_high_gradient`;
-            `rotation_bound` [degrees] of methods that differ by their weights alone; `gradient_kept`: share of the reference's
+            `rotation_bound` [degrees] of methods that differ by their weights alone; `gradient_used`: share of the reference's
             gradient, tokens counted by |c|·‖p − e_y‖, on tokens that have a gradient in the method too; `update_difference`:
             ‖Δ − Δ_ref‖/‖Δ_ref‖ of the steps; `noise`: estimated angle between the reference's gradient on a batch and its
             expectation [degrees]. The ranges over the batches are `gradient_rotation_low`, `gradient_rotation_high` and those of
@@ -322,7 +322,7 @@ def _verdicts(table: pd.DataFrame, methods: Mapping[str, Method]) -> list[str]:
     for record in table.to_dict("records"):
         row = {str(column): value for column, value in record.items()}
         name = str(row["method"])
-        alike = [other for other in first if other != name and first[other] == first[name]]
+        alike = [other for other in first if first[other] == first[name]]
         reason = _reason(row, first[name], alike)
         steps = _after(row["steps_to_pass"]) if row["gradient_rotation"] >= STILL else ""
         found.append("; ".join(text for text in (reason, steps) if text))
@@ -331,21 +331,22 @@ def _verdicts(table: pd.DataFrame, methods: Mapping[str, Method]) -> list[str]:
 
 def in_a_first_update(method: Method) -> Method:
     """The method without what cannot act in a first update on given completions: names, resampling, and a clip at ratio 1."""
-    same = same_at_one_update(method)
-    simple = method if same is None else named_method(same)
-    removed: dict[str, object] = {
-        "name": "",
-        "label": None,
-        "sampling": Sampling(),
-        "kl": method.kl,
-    }
+    simple = _simplest(method)
+    removed: dict[str, object] = {"name": "", "sampling": Sampling()}
     if isinstance(simple.clip, PpoClip | DualClip) and simple.weight_on == "surrogate":
         removed["clip"] = PpoClip()
     return simple.model_copy(update=removed)
 
 
+def _simplest(method: Method) -> Method:
+    """The simplest method that has its gradient where a step makes one update, without a label."""
+    same = same_at_one_update(method)
+    simple = named_method(same) if same else method.unlabeled
+    return simple.model_copy(update={"kl": method.kl})
+
+
 def _reason(row: Mapping[str, Any], method: Method, alike: Sequence[str]) -> str:
-    """Why a method turns the gradient, or does not; empty where there is no simple reason."""
+    """Why a method, which has the gradient of those `alike`, itself included, turns it or does not; empty for no simple reason."""
     angle = row["gradient_rotation"]
     scale = row["gradient_scale"]
     if angle < STILL and abs(scale - 1) < 0.02:
@@ -356,12 +357,10 @@ def _reason(row: Mapping[str, Any], method: Method, alike: Sequence[str]) -> str
     grpo = in_a_first_update(named_method("grpo"))
     if method != grpo.model_copy(update={"aggregate": method.aggregate, "kl": method.kl}):
         return ""
-    same = (
-        f": {', '.join(alike)} {'is' if len(alike) == 1 else 'are'} the same at ratio 1"
-        if alike
-        else ""
-    )
-    return f"{AGGREGATIONS[method.aggregate]} alone{same}"
+    alone = f"{AGGREGATIONS[method.aggregate]} alone"
+    if len(alike) == 1:
+        return alone
+    return f"{alone}: {', '.join(alike[:-1])} and {alike[-1]} are the same at ratio 1"
 
 
 def _after(steps: float) -> str:
@@ -430,12 +429,9 @@ class _Start(Start):
             step_advantages(reference, batch.rollouts, batch.rewards, stats),
             stats,
         )
-        same = same_at_one_update(method)  # methods with one gradient are compared once
-        simplest = (named_method(same) if same else method.unlabeled).model_copy(
-            update={"kl": method.kl}
-        )
         compare = partial(self._compared, method, batch, advantage, stats)
-        rotation, halves, after = self._once(simplest.model_dump_json(), compare)
+        # methods with one gradient are compared once
+        rotation, halves, after = self._once(_simplest(method).model_dump_json(), compare)
         used = batch.rollouts.completion_mask.bool().cpu() & (tokens.update >= 0)
         mass = (against.loss_coef.abs() * stats.logit_grad_norm.cpu()).double()
         scale, cosine = rotation.update.scale, math.cos(math.radians(rotation.update.angle))
@@ -443,7 +439,7 @@ class _Start(Start):
             "reference": "grpo" if plain else "unweighted",
             "gradient_rotation": rotation.gradient.angle,
             "gradient_scale": rotation.gradient.scale,
-            "gradient_kept": float(mass[tokens.loss_coef != 0].sum() / mass.sum()),
+            "gradient_used": float(mass[tokens.loss_coef != 0].sum() / mass.sum()),
             "update_rotation": rotation.update.angle,
             "update_scale": scale,
             "noise": rotation.noise,

@@ -122,9 +122,8 @@ class MethodState:
     def averaged(self, decay: float, weights: Sequence[Tensor]) -> list[Tensor]:
         """The averaged weights of a step that starts at `weights`; remembered."""
         self.average_sum = decay * self.average_sum + 1.0
-        if len(self.average) != len(weights):
+        if not self.average:
             self.average = [w.detach().clone() for w in weights]
-            self.average_sum = 1.0
         for mean, now in zip(self.average, weights, strict=True):
             mean.lerp_(now.detach(), 1.0 / self.average_sum)
         return self.average

@@ -171,13 +171,15 @@ class AveragedProximal(Part):
     """Clip around an exponential moving average of past policies (PPO-EWMA, arXiv 2110.00641).
 
     Decoupled objective (π_prox/π_old)·min(r·A, clip(r)·A) with r = π/π_prox. At step n, π_prox has the weights
-    Σ_i decay^(n−i)·θ_i / Σ_i decay^(n−i), θ_i those at the start of step i = 1…n. With decay 0 it is π_old.
+    Σ_i decay^(n−i)·θ_i / Σ_i decay^(n−i), θ_i those at the start of step i = 1…n: of θ_1 at first. With decay 0 it is π_old. With
+    `every=update` n and i count updates, as in the source; both are the same where a step makes one update.
     """
 
     kind: Literal["average"] = "average"
     decay: float = Field(0.889, ge=0, lt=1)
-    """Factor of the older weights at each step; their mean age becomes decay/(1 − decay) steps, 8 for the source's 0.889
-    (per update there)."""
+    """Factor of the older weights each time; their mean age becomes decay/(1 − decay) steps or updates, 8 for the source's 0.889."""
+    every: Literal["step", "update"] = "step"
+    """When the average moves: before each step, or before each update (another pass over its completions)."""
 
 
 class Sharpness(Part):

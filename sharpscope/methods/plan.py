@@ -135,7 +135,7 @@ class StepTensors(ByRow):
 
 @dataclass(frozen=True)
 class Plan(ByRow):
-    """Tensors computed once per step and fixed over its updates; each is (N, T) and without gradient."""
+    """Tensors computed once per step, fixed over its updates but for a center that moves; each is (N, T) and without gradient."""
 
     mask: Tensor  # bool, loss tokens
     advantage: Tensor  # of each token, before weights; 0 outside the mask

@@ -239,40 +239,32 @@ class CovarianceGaussianWeight(Weighting):
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The kernel of each token's covariance, in the form that `over` names."""
         mask = step.mask.bool()
-        covariance = step.covariance  # c is 0 outside the mask
-        if self.over == "completion":
-            count = mask.sum(1, keepdim=True).clamp(min=1)
-            mean = covariance.sum(1, keepdim=True) / count  # (N, 1)
-            square = xp.where(mask, covariance - mean, 0.0).square().sum(1, keepdim=True)
-            std = (square / count).sqrt()
+        covariance = step.covariance  # 0 outside the mask
+        if self.over != "completion":
+            exponent = self._exponent(covariance, mask)
         else:
-            inside = covariance[mask]
-            mean = inside.mean()
-            std = inside.std(correction=0)
-        # equal values differ by rounding
-        varies = std > 1e-12 * covariance.abs().amax(1, keepdim=True)
-        middle = 0.0 if self.over == "group" else mean
-        exponent = -(((covariance - middle) / xp.where(varies, std, 1.0)) ** 2) / 2
-        exponent = xp.where(varies, exponent, 0.0)
+            rows = zip(covariance, mask, strict=True)
+            exponent = xp.stack([self._exponent(*row) for row in rows])
         if self.over == "group":
-            weight = _mean_one_by_group(exponent, mask, step.group, xp)
+            exponent = xp.where(mask, exponent, -xp.inf)
+            weight = xp.empty_like(exponent)
+            for label in step.group.unique():
+                member = (step.group == label).to(mask.device)
+                # a softmax does not underflow where all of a group's tokens are extreme
+                of_group = exponent[member].flatten().softmax(0) * mask[member].sum()
+                weight[member] = of_group.view(-1, mask.shape[1])
         else:
-            weight = xp.exp(exponent)
+            weight = exponent.exp()
         return weight.to(step.logp.dtype)
 
-
-def _mean_one_by_group(exponent: Tensor, mask: Tensor, group: Tensor, xp: ModuleType) -> Tensor:
-    """exp(exponent) (N, T) divided by its mean over the loss tokens of the row's group (N,)."""
-    labels, member = group.to(mask.device).unique(return_inverse=True)
-    highest = xp.where(mask, exponent, -xp.inf).amax(1)  # (N,)
-    top = highest.new_full((len(labels),), -xp.inf).scatter_reduce(0, member, highest, "amax")
-    # a common factor of a group cancels; with its largest weight at 1, no sum underflows
-    top = xp.where(xp.isfinite(top), top, 0.0)[member][:, None]  # (N, 1)
-    weight = xp.where(mask, xp.exp(xp.where(mask, exponent, 0.0) - top), 0.0)
-    sums = weight.new_zeros(len(labels), 2)
-    sums.index_add_(0, member, xp.stack([weight.sum(1), mask.sum(1).to(weight)], 1))
-    total, count = sums[member].unbind(1)
-    return weight * (count / xp.where(total > 0, total, 1.0))[:, None]
+    def _exponent(self, covariance: Tensor, mask: Tensor) -> Tensor:
+        """−(c − m)²/(2σ²) with m and σ over the mask; 0 where c does not vary."""
+        inside = covariance[mask]
+        std = (inside - inside.mean()).square().mean().sqrt()
+        if not bool(std > 1e-12 * covariance.abs().max()):  # equal values differ by rounding
+            return covariance * 0.0
+        middle = 0.0 if self.over == "group" else inside.mean()
+        return -(((covariance - middle) / std) ** 2) / 2
 
 
 class PolarityWeight(Weighting):

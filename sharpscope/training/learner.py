@@ -17,7 +17,7 @@ from sharpscope.errors import NonFiniteError, UserError
 from sharpscope.memory import require_memory
 from sharpscope.methods import Method
 from sharpscope.methods.loss import MethodState, clipped_norm
-from sharpscope.methods.method import CurvatureTokens
+from sharpscope.methods.method import AveragedProximal, CurvatureTokens
 from sharpscope.methods.plan import Plan, calibrate, per_token, prepare
 from sharpscope.methods.token_weights import EffectWeight, number
 from sharpscope.policy import Policy, Rollouts, TokenStats, load_policy
@@ -183,7 +183,10 @@ class Learner:
                 update={"weight": self.state.moved(method.weight, stats.entropy.cpu()[mask])}
             )
         try:
-            proximal = self._proximal(method, rollouts)
+            center = method.proximal
+            if center is not None and center.decay == 0 and center.every == "step":
+                center = None  # it is π_old
+            proximal = None if center is None else self._proximal(center, rollouts)
             plan = self.plan(rollouts, advantage, step, progress, method, stats, proximal)
             warnings = plan.warnings
             work = Updates(
@@ -199,6 +202,9 @@ class Learner:
                 without=without,
             )
             for index, (rows, pass_index) in enumerate(self._schedule(rollouts, step, method)):
+                if index > 0 and center is not None and center.every == "update":
+                    moved = self._proximal(center, rollouts.rows(rows))
+                    plan.proximal_logp[rows] = torch.where(plan.mask[rows], moved, 0.0)
                 gradient = work.gradient(index, rows, pass_index)
                 if (
                     index == 0
@@ -240,11 +246,9 @@ class Learner:
             capture.later_uses({0: 0}),
         )
 
-    def _proximal(self, method: Method, rollouts: Rollouts) -> Tensor | None:
-        """Log-probabilities (N, T) [nats] under the averaged policy, which moves to this step; None for methods without one."""
-        if method.proximal is None or method.proximal.decay == 0:
-            return None  # π_old
-        average = self.state.averaged(method.proximal.decay, self.parameters)
+    def _proximal(self, proximal: AveragedProximal, rollouts: Rollouts) -> Tensor:
+        """Log-probabilities (N, T) [nats] under the averaged policy, which moves to the present weights first."""
+        average = self.state.averaged(proximal.decay, self.parameters)
         with torch.no_grad(), placed(self.parameters, average):
             return self.scorer.log_probabilities(rollouts)
 

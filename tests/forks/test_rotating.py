@@ -155,7 +155,7 @@ def test_what_an_update_does_is_measured_and_taken_back(tiny_policy):
     moved = (after.logp - stats.logp).double()
     divergence = (torch.expm1(moved) - moved)[moving]
     assert found["kl_rank"] == pytest.approx(spearmanr(own[moving], divergence).statistic, abs=0.02)
-    assert found["gradient_kept"] == 1.0 and found["update_difference"] < 1e-3
+    assert found["gradient_used"] == 1.0 and found["update_difference"] < 1e-3
 
 
 def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
@@ -171,8 +171,8 @@ def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
     kept = mask & (
         stats.entropy >= stats.entropy[mask].topk(math.ceil(0.2 * int(mask.sum()))).values.min()
     )
-    assert found["gradient_kept"] == pytest.approx(float(mass[kept].sum() / mass.sum()), rel=1e-5)
-    assert 0.05 < found["gradient_kept"] < 0.99
+    assert found["gradient_used"] == pytest.approx(float(mass[kept].sum() / mass.sum()), rel=1e-5)
+    assert 0.05 < found["gradient_used"] < 0.99
     angle, scale = math.radians(found["update_rotation"]), found["update_scale"]
     wanted = math.hypot(1 - scale * math.cos(angle), scale * math.sin(angle))
     assert found["update_difference"] == pytest.approx(wanted)
@@ -231,7 +231,18 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
     assert (
         table["method"].tolist() == ["grpo-sg", "ar", "cispo"] and content["batch"]["prompts"] == 4
     )
-    assert CliRunner().invoke(app, [*command, *sets]).exit_code == 0  # what it made is refreshed
+    command[4] = "cispo,dapo,gspo,a_label_that_is_far_too_long=ar"
+    # what it made is refreshed
+    narrow = CliRunner().invoke(app, [*command, *sets], env={"COLUMNS": "80"}).stdout
+    assert "…" not in narrow and max(map(len, narrow.splitlines()[:20])) <= 80
+    said = " ".join(narrow.split())
+    assert (
+        "cispo, dapo: token-mean aggregation alone: cispo and dapo are the same at ratio 1" in said
+    )
+    assert "gspo: the same gradient: every ratio is 1 in a first update" in said
+    assert said.index("used: share of plain GRPO's gradient") < said.index("method gradient")
+    cells = [line.split(" ")[0] for line in narrow.splitlines()]
+    assert "a_label_that_is_far_too_long" in "".join(cells)
 
 
 def test_numbers_are_means_over_batches_with_their_range(tiny_policy):
@@ -249,7 +260,7 @@ def test_numbers_are_means_over_batches_with_their_range(tiny_policy):
         assert list(each.index) == list(methods)
         for name in some(methods):
             row = start.measured(name, batch, stats)
-            for column in (*ANGLES, "noise", "gradient_kept", "weight_mean"):
+            for column in (*ANGLES, "noise", "gradient_used", "weight_mean"):
                 assert each.loc[name, column] == pytest.approx(row[column], rel=1e-3, abs=0.05)
     assert texts[0] != texts[1] != texts[2]
     table = found.table.set_index("method")
@@ -300,8 +311,8 @@ def test_a_verdict_says_why_and_after_how_many_steps():
     ).assign(reference="grpo")
     methods = {name: named_method(name) for name in table["method"]}
     assert _verdicts(table, methods) == [
-        "token-mean aggregation alone: dapo is the same at ratio 1; larger than the noise of a batch",
-        "token-mean aggregation alone: cispo is the same at ratio 1; larger than the noise of a batch",
+        "token-mean aggregation alone: cispo and dapo are the same at ratio 1; larger than the noise of a batch",
+        "token-mean aggregation alone: cispo and dapo are the same at ratio 1; larger than the noise of a batch",
         "passes the noise after about 31 steps",
         "turns by 0° and makes the gradient 2 times as long: in a run AdamW ignores that",
         "the same gradient: every ratio is 1 in a first update",

@@ -129,6 +129,7 @@ NAMES = (
 
 def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
     """The same as lists of Python floats; the current log-probabilities become tensors."""
+    known = {name: getattr(case.step, of) for name, of in NAMES.items()}
     return Batch(
         reward=case.reward.tolist(),
         now=[list(row) for row in case.leaf],
@@ -138,7 +139,7 @@ def as_batch(case: Case, *, beta: float = 0.0, choose=None) -> Batch:
         beta=beta,
         progress=case.step.progress,
         choose=choose,
-        **{name: getattr(case.step, of).tolist() for name, of in NAMES.items()},
+        **{name: value.tolist() for name, value in known.items() if value is not None},
     )
 
 

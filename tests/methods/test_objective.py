@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sharpscope.methods import Method, method_names, named_method
+from sharpscope.methods.advantages import estimate_advantages
 from sharpscope.methods.clips import (
     CispoClip,
     DelightGate,
@@ -55,7 +56,7 @@ from sharpscope.methods.token_weights import (
     percentile,
 )
 from tests.loops import some
-from tests.methods.data import LIMIT, Case, as_batch, make_case, step_of
+from tests.methods.data import LIMIT, Case, as_batch, make_case, plain_step, step_of
 from tests.oracles import objective as oracle
 from tests.oracles.objective import clipped
 
@@ -101,7 +102,7 @@ ORACLES: dict[str, list[Callable[[oracle.Batch], Tensor]]] = {
     "ar": [lambda b: clipped(b, "token", weight=oracle.ar_weight(b, 0.2), high=0.24, bound=1.3)],
     "lopti": [partial(lopti, eta=0.4, second=second) for second in (False, True)],
     "ar-lopti": [partial(lopti, eta=0.5, second=second, alpha=0.3) for second in (False, True)],
-    "cov-grpo": [oracle.cov_grpo],
+    "cov-grpo": [lambda b: clipped(b, weight=oracle.covariance_weights(b))],
     "cov-grpo-centered": [lambda b: clipped(b, weight=oracle.gaussian(oracle.covariances(b)))],
     "cov-grpo-completion": [oracle.cov_grpo_completion],
     "stapo": [lambda b: oracle.stapo(b, 0.5, 0.6)],
@@ -193,6 +194,58 @@ def test_loss_and_gradient_equal_the_equation(name: str, seed: int, beta: float)
     assert method.pass_count == len(ORACLES[name])
     for index, equation in enumerate(ORACLES[name]):
         compare(method, case, equation(as_batch(case, beta=beta, choose=choose)), index, seed)
+
+
+Y, N = True, False
+EDGES: dict[str, tuple[list[list[bool]], list[float], list[int]]] = {
+    "a group of one token": ([[Y, N, N], [Y, Y, Y], [Y, Y, N]], [1.0, 0.0, 1.0], [0, 1, 1]),
+    "groups of different lengths": (
+        [[Y, Y, Y, Y], [Y, Y, Y, N], [Y, N, N, N], [Y, Y, N, N]],
+        [1.0, 0.0, 0.2, 0.7],
+        [3, 3, 1, 1],
+    ),
+    "holes": ([[Y, N, Y, Y], [N, Y, N, Y], [Y, Y, Y, N]], [1.0, 0.3, 0.0], [2, 2, 2]),
+    "a completion without tokens": ([[N, N], [Y, Y], [Y, N]], [1.0, 0.0, 1.0], [0, 0, 0]),
+    "all advantages 0": ([[Y, Y], [Y, N], [Y, Y]], [1.0, 1.0, 0.5], [0, 0, 1]),
+    "σ = 0": ([[Y, Y, N], [Y, N, Y]], [1.0, 0.0], [0, 0]),
+}
+"""Masks, rewards and groups of steps at the edges of covariance-aware GRPO and of PPO-EWMA."""
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("name", ["cov-grpo", "ppo-ewma", "both"])
+def test_covariance_weights_and_averaged_policies_at_their_edges(name: str, edge: str, seed: int):
+    """Values outside the mask are NaN; `both` has the weights and the averaged policy."""
+    rows, reward, group = EDGES[edge]
+    mask, rewards, groups = torch.tensor(rows), torch.tensor(reward).double(), torch.tensor(group)
+    g = torch.Generator().manual_seed(seed)
+    old, near, far = torch.randn(3, *mask.shape, generator=g, dtype=torch.float64)
+    old = -0.3 * torch.ones_like(old) if edge == "σ = 0" else -old.abs() - 0.01
+    old, center, now = (
+        torch.where(mask, value, torch.nan) for value in (old, old + 0.3 * near, old + 0.3 * far)
+    )
+    method = named_method("cov-grpo" if name == "both" else name)
+    if name == "both":
+        method = method.model_copy(update={"proximal": named_method("ppo-ewma").proximal})
+    advantage = estimate_advantages(method.advantage, rewards, groups, mask)
+    step = plain_step(mask, groups, advantage, old, proximal_logp=center)
+    case = Case(rewards, step, now, torch.full_like(now, torch.nan))
+    batch = as_batch(case)
+    weight = oracle.covariance_weights(batch) if name != "ppo-ewma" else None
+    if name == "cov-grpo":
+        expected = clipped(batch, weight=weight)
+    else:
+        expected = oracle.ppo_ewma(batch, weight)
+    normalizer = token_normalizer(method, mask, LIMIT, dtype=torch.float64)
+    logp = now.clone().requires_grad_()
+    out = policy_loss(method, prepare(method, step), logp, normalizer)
+    (gradient,) = torch.autograd.grad(out.loss, logp)
+    (wanted,) = torch.autograd.grad(expected, case.leaf, allow_unused=True)
+    wanted = torch.zeros_like(gradient) if wanted is None else wanted
+    assert abs(out.loss.item() - expected.item()) < 1e-9
+    assert float((gradient - wanted).abs().max()) < 1e-9
+    assert bool(wanted.any()) == (edge != "all advantages 0")
 
 
 @pytest.mark.parametrize("name", ["grpo-sg", "tr-grpo"])

@@ -219,7 +219,7 @@ def gaussian(values: dict) -> dict:
     }
 
 
-def cov_grpo(b: Batch) -> Tensor:
+def covariance_weights(b: Batch) -> dict:
     """w = exp(−c²/(2σ²)), times the tokens of the group over their sum of w."""
     c = covariances(b)
     mean = sum(c.values()) / len(c)
@@ -229,7 +229,7 @@ def cov_grpo(b: Batch) -> Tensor:
     for i, t in c:
         mine = [w[k] for k in c if b.group[k[0]] == b.group[i]]
         weight[i, t] = w[i, t] * len(mine) / sum(mine)
-    return clipped(b, weight=weight)
+    return weight
 
 
 def cov_grpo_completion(b: Batch) -> Tensor:
@@ -248,13 +248,14 @@ def stapo(b: Batch, probability: float, quantile: float) -> Tensor:
     return kept_loss(b, lambda i, t: ppo(ratio(b, i, t), adv[i], 0.2, 0.28), keep)
 
 
-def ppo_ewma(b: Batch) -> Tensor:
-    """(π_prox/π_old)·min(r·A, clip(r)·A) with r = π/π_prox."""
+def ppo_ewma(b: Batch, weight=None) -> Tensor:
+    """[w·](π_prox/π_old)·min(r·A, clip(r)·A) with r = π/π_prox."""
     adv = advantages(b)
 
     def objective(i, t):
         r = (b.now[i][t] - b.proximal[i][t]).exp()
-        return math.exp(b.proximal[i][t] - b.behavior[i][t]) * ppo(r, adv[i])
+        value = math.exp(b.proximal[i][t] - b.behavior[i][t]) * ppo(r, adv[i])
+        return value if weight is None else weight[i, t] * value
 
     return total(b, objective)
 

@@ -17,11 +17,12 @@ from sharpscope import distributed
 from sharpscope.config.run import OptimizerSpec
 from sharpscope.errors import UserError
 from sharpscope.methods import Method, named_method
-from sharpscope.methods.loss import policy_loss
+from sharpscope.methods.loss import MethodState, policy_loss
 from sharpscope.methods.method import AveragedProximal, Kl, Sharpness, TruncatedCorrection
 from sharpscope.policy import load_policy
 from sharpscope.policy.forward import Scorer
 from sharpscope.recording.rows import update_columns
+from sharpscope.recording.step import PendingUpdate
 from sharpscope.tasks import make_task
 from sharpscope.training import updates as updates_module
 from sharpscope.training.learner import Learner, build_optimizer, set_learning_rate
@@ -207,46 +208,65 @@ def test_weights_by_effect_are_those_of_the_update_that_is_weighted(world):
 
 
 def weights_of(policy) -> torch.Tensor:
-    return torch.cat([p.detach().flatten().clone() for p in policy.model.parameters()])
+    return parameters_to_vector(policy.model.parameters()).detach().clone()
 
 
+@pytest.mark.parametrize("every", ["step", "update"])
 @pytest.mark.parametrize("decay", [0.0, 0.6])
-def test_the_proximal_policy_is_the_average_of_the_weights_at_the_steps_starts(world, decay):
-    """Three steps of two updates: the clip's center by hand; with decay 0 the weights are those of GRPO, bit for bit."""
+def test_ppo_ewma_token_by_token(world, decay, every):
+    """Three steps of two epochs of two updates, the last by a learner that goes on from the kept state.
+
+    Every coefficient, from the weights at all earlier starts; at first the average is the policy. With decay 0 it is GRPO, bit for bit.
+    """
     policy, drawn = world
-    before = copy.deepcopy(policy.model.state_dict())
-    method = named_method("ppo-ewma")
-    method = method.model_copy(update={"proximal": AveragedProximal(decay=decay)})
-    ends, starts, centers = {}, [], []
-    for name, value in (("grpo", named_method("grpo")), ("ppo-ewma", method)):
-        observed = learner_of(policy, mini_batches=2, lr=1e-2)
-        for step in range(1, 4):
-            if name == "ppo-ewma":
-                starts.append(weights_of(policy))
-            learned = observed.learn(drawn.rollouts, drawn.advantage, step, 0.0, method=value)
-            first = learned.tokens.update == 0  # made at π_old
-            centers.append((first, learned.tokens.ratio[first].log()))
-        ends[name] = weights_of(policy)
-        if name == "grpo":
-            policy.model.load_state_dict(before)
-            centers.clear()
-    if decay == 0.0:
-        assert torch.equal(ends["grpo"], ends["ppo-ewma"]) and observed.state.average == []
-    else:
-        factors = torch.tensor([decay**2, decay, 1.0], dtype=torch.float64)
-        mean = (torch.stack(starts) * factors[:, None]).sum(0) / factors.sum()
-        found = torch.cat([p.flatten() for p in observed.state.average])
-        torch.testing.assert_close(found, mean, rtol=1e-12, atol=1e-14)
+    before, parameters = copy.deepcopy(policy.model.state_dict()), list(policy.model.parameters())
+    method = named_method("ppo-ewma").model_copy(
+        update={"proximal": AveragedProximal(decay=decay, every=every)}
+    )
+    rows_of = drawn.rollouts.completion_mask.bool().tolist()
+    starts, old, flags = [], [], []
+
+    def under(weights: torch.Tensor) -> list[list[float]]:
+        now = weights_of(policy)
         with torch.no_grad():
-            torch.nn.utils.vector_to_parameters(mean, list(policy.model.parameters()))
-        under = observed.scorer.log_probabilities(drawn.rollouts)
-        with torch.no_grad():
-            torch.nn.utils.vector_to_parameters(starts[2], list(policy.model.parameters()))
-        old = observed.scorer.log_probabilities(drawn.rollouts)
-        first, log_ratio = centers[2]
-        torch.testing.assert_close(log_ratio.double(), (old - under)[first], rtol=0, atol=1e-9)
-        assert first.any() and float(log_ratio.abs().max()) > 0.01
-        assert not torch.equal(ends["grpo"], ends["ppo-ewma"])
+            vector_to_parameters(weights, parameters)
+            found = observed.scorer.log_probabilities(drawn.rollouts).tolist()
+            vector_to_parameters(now, parameters)
+        return found
+
+    def check(update: PendingUpdate) -> None:
+        now = under(weights_of(policy))
+        if update.index == 0:
+            old[:] = now
+        if update.index == 0 or every == "update":
+            starts.append(weights_of(policy))
+        factors = [decay ** (len(starts) - 1 - i) for i in range(len(starts))]
+        mean = sum(f * w for f, w in zip(factors, starts, strict=True)) / sum(factors)
+        center = under(mean)
+        for row, found in zip(update.rows.tolist(), update.loss_coef.tolist(), strict=True):
+            a = float(drawn.advantage[row])
+            for t, used in enumerate(rows_of[row]):
+                ratio = math.exp(now[row][t] - center[row][t])
+                flag = a * (ratio - 1) > 0.2 * abs(a)
+                flags.append(used and flag)
+                moved = -a * math.exp(now[row][t] - old[row][t])
+                wanted = moved / (len(update.rows) * sum(rows_of[row])) if used else 0.0
+                assert found[t] == pytest.approx(0.0 if flag else wanted, abs=1e-9)
+
+    observed = learner_of(policy, mini_batches=2, inner_epochs=2, lr=1e-2)
+    for step in range(1, 4):
+        if step == 3:
+            state = MethodState(**copy.deepcopy(vars(observed.state)))
+            observed = replace(observed, state=state)
+        observed.learn(drawn.rollouts, drawn.advantage, step, 0.0, method=method, before_step=check)
+    assert len(starts) == (12 if every == "update" else 3)
+    assert any(flags) == (decay > 0 or every == "step") and not all(flags)
+    end = weights_of(policy)
+    policy.model.load_state_dict(before)
+    plain = learner_of(policy, mini_batches=2, inner_epochs=2, lr=1e-2)
+    for step in range(1, 4):
+        plain.learn(drawn.rollouts, drawn.advantage, step, 0.0, method=named_method("grpo"))
+    assert torch.equal(weights_of(policy), end) == (decay == 0.0 and every == "step")
     policy.model.load_state_dict(before)
 
 

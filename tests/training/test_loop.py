@@ -280,7 +280,7 @@ def cut_off(tiny_policy, tmp_path_factory):
         "method.entropy": 0.01,
         "method.weight": {"kind": "stare", "step": 0.05, "target": 100.0},
         "method.module_clip": 1.01,
-        "method.proximal": {"kind": "average"},
+        "method.proximal": {"kind": "average", "every": "update"},
     }
     whole, broken = (
         build_config(values=base | {"out": str(out / name)}) for name in ("whole", "broken")

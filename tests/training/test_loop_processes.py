@@ -57,7 +57,7 @@ CASES = {
     "token_baseline": {"method": "otb", "update.mini_batches": 2},
     "averaged": {
         "method": "cov-grpo",
-        "method.proximal": {"kind": "average", "decay": 0.5},
+        "method.proximal": {"kind": "average", "decay": 0.5, "every": "update"},
         "update.mini_batches": 2,
     },
 }
