@@ -25,7 +25,6 @@ from sharpscope.traces import (
     update_run_info,
     write_reductions,
 )
-from sharpscope.traces.files import TRACES
 
 TOKENS = 1_500
 """Tokens kept of a run unless asked otherwise."""
@@ -50,6 +49,11 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
             raise UserError(
                 f"{run.path}: {why}; only finished runs are reduced, and no folder is overwritten"
             )
+    if run.verify((*KEPT, "tokens")):  # a copy of the rest would look whole
+        part, why = next(iter(run.damaged.items()))
+        raise UserError(
+            f"{run.path} has {len(run.damaged)} damaged parts, {part}: {why}; restore them, or leave it out"
+        )
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -69,18 +73,6 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
         for one in several
     ]
     write_reductions(aside, rows)
-    # Known now that all was read; rollouts are not kept anyhow.
-    damaged = [
-        (part, why)
-        for part, why in run.damaged.items()
-        if not part.startswith(f"{TRACES}/rollouts/")
-    ]
-    if damaged:  # a copy of the rest would look whole
-        shutil.rmtree(aside)
-        part, why = damaged[0]
-        raise UserError(
-            f"{run.path} has {len(damaged)} damaged parts, {part}: {why}; restore them, or leave it out"
-        )
     update_run_info(
         aside, reduced={"tokens": run.rows("tokens"), "sampled": len(sample), "rule": RULE}
     )

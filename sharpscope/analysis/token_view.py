@@ -129,6 +129,8 @@ def _completions(
                 with_values(tokens[tokens["rollout"].isin(chosen)]),
             )
         rollouts, tokens = steps[step]
+        if rollout not in rollouts.index:  # its part was found damaged since it was chosen
+            continue
         row = rollouts.loc[rollout]
         body, texts = _body(
             row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker
@@ -246,6 +248,7 @@ class Choice:
     run: Run
     wanted: dict[tuple[int, int], str] = field(default_factory=dict)
     spikes: list[Spike] = field(default_factory=list)
+    _asked: dict[int, pd.DataFrame] = field(default_factory=dict)
 
     @cached_property
     def ground(self) -> str:
@@ -254,8 +257,10 @@ class Choice:
 
     def asked(self, step: int) -> pd.DataFrame:
         """`group` and `prompt` of the completions of a step by `rollout`, ascending."""
-        rows = self.run.frame("rollouts", step, ["rollout", "group", "prompt"])
-        return rows.sort_values("rollout").set_index("rollout")
+        if step not in self._asked:
+            rows = self.run.frame("rollouts", step, ["rollout", "group", "prompt"])
+            self._asked[step] = rows.sort_values("rollout").set_index("rollout")
+        return self._asked[step]
 
     def add(self, step: int, rollouts: Iterable[int], why: str) -> None:
         """Take the completions of the prompts of `rollouts` that were not taken yet."""

@@ -3,4 +3,3 @@
 from __future__ import annotations
 
 from sharpscope.cli.app import app, main
-from sharpscope.cli.console import printable

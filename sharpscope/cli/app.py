@@ -23,8 +23,8 @@ from sharpscope.cli import (
     running,
     studying,
 )
-from sharpscope.cli.console import printable
 from sharpscope.errors import UserError
+from sharpscope.untrusted import visible
 
 # Before torch is imported: limit how long idle OpenMP threads spin. By default they spin for milliseconds, and two runs on
 # the same cores take several times as long.
@@ -131,7 +131,7 @@ def _silence() -> None:
 
 def _one_line(message: Any, *_: Any, **__: Any) -> str:
     """A warning without the file and the line of source that it comes from."""
-    return f"warning: {printable(' '.join(str(message).split()))}\n"
+    return f"warning: {visible(' '.join(str(message).split()))}\n"
 
 
 def _version(value: bool) -> None:
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if _options["debug"] and not isinstance(error, _USAGE):
             raise
         # Without markup: the message may contain text of a file or a model.
-        sys.stderr.write(f"error: {printable(_message(error))}\n")
+        sys.stderr.write(f"error: {visible(_message(error))}\n")
         sys.exit(2 if isinstance(error, (UserError, OSError, _USAGE)) else 1)
 
 

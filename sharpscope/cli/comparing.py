@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, print_json, print_sections, printable
+from sharpscope.cli.console import Json, print_json, print_sections, say
 from sharpscope.cli.probing import SEED, short_names
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def compare(
         records = tables["probes"].replace({pd.NA: None}).to_dict("records")
         print_json({"sentences": said, "rows": records, "written": str(out)})
         return
-    typer.echo("\n".join(map(printable, said)))
+    say("\n".join(said))
     print_sections([Section("Weights by layer", _layers(tables["weights"]))])
     typer.echo(f"written to {out}/: {', '.join(f'{name}.parquet' for name in tables)}")
 

@@ -12,19 +12,15 @@ import typer
 from typer import Argument, Option
 
 from sharpscope.errors import UserError, nearest
+from sharpscope.untrusted import visible
 
 if TYPE_CHECKING:
     from sharpscope.analysis.sections import Section
 
 
-def printable(text: str) -> str:
-    """Return `text` on one line, with control characters replaced; text of a file or a model can contain them."""
-    return "".join(c if c.isprintable() else (" " if c in "\n\t" else "�") for c in text)
-
-
 def say(text: str, err: bool = False) -> None:
-    """Print lines, each as `printable` makes it, to standard output or standard error."""
-    typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
+    """Print lines, each as `visible` makes it, to standard output or standard error."""
+    typer.echo("\n".join(map(visible, text.split("\n"))), err=err)
 
 
 def print_json(value: object) -> None:

@@ -20,6 +20,7 @@ from sharpscope.rules.judging import Event, judge, sampler_values
 from sharpscope.traces import (
     TABLES,
     RunLock,
+    SchemaError,
     TraceWriter,
     create_run_dir,
     create_run_info,
@@ -116,6 +117,9 @@ def write(
                 writer.flush()
         if not counts["rollouts"]:
             raise UserError(f"{source}: holds no sequence with a token in the loss")
+    except SchemaError as error:
+        shutil.rmtree(made)
+        raise UserError(f"{source}: {error}; correct the file") from error
     except BaseException:
         shutil.rmtree(made)  # it was new or empty
         raise

@@ -46,6 +46,8 @@ RUN = "run"
 _REPEATING = {"advantage", "ratio", "weight"}
 
 
+OF_TOKENS = ("tokens", "uses")
+"""Tables of many rows, in which the rows of a step are written at once."""
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
 PIECE_ROWS = 400_000
@@ -105,7 +107,9 @@ def read_part(
             if name not in footer.columns:
                 rows = rows.append_column(name, pa.nulls(rows.num_rows))
         rows = rows.select(names)
-        _check_nulls(rows, table)
+        for name in names:
+            if problem := _problem(rows[name], TABLES[table][name]):
+                raise DamagedPartError(f"its column {name} {problem}")
         rows = rows.cast(schema)
     except DamagedPartError:
         raise
@@ -140,13 +144,18 @@ def part_pieces(
 
 
 def step_rows(path: Path, table: str, run: str = "") -> Mapping[int, int]:
-    """Step -> number of its rows in a table's file, counted once; errors as of `read_part`."""
+    """Step -> number of its rows in a table's file, counted once; errors as of `read_part`, or a token stands twice."""
     return _step_rows(*_key(path, run), table, run)
 
 
 @lru_cache(maxsize=65536)
-def _step_rows(path: str, _modified: int, _size: int, table: str, run: str) -> Mapping[int, int]:
-    counted = read_part(Path(path), table, ["step"], run=run)["step"].value_counts()
+def _step_rows(path: str, modified: int, size: int, table: str, run: str) -> Mapping[int, int]:
+    key = list(TABLES[table].key)
+    told_apart = table in OF_TOKENS and _footer(path, modified, size, table).columns.issuperset(key)
+    rows = read_part(Path(path), table, key if told_apart else ["step"], run=run)
+    if told_apart and len(rows.group_by(key).aggregate([])) < len(rows):
+        raise DamagedPartError("it has a row twice")
+    counted = rows["step"].value_counts()
     return dict(zip(*(part.tolist() for part in counted.flatten()), strict=True))
 
 
@@ -290,10 +299,16 @@ def _text_bytes(codes: pa.ChunkedArray) -> int:
 _OBJECT: TypeAdapter[dict[str, float | None]] = TypeAdapter(dict[str, float | None])
 
 
-def _check_nulls(rows: pa.Table, table: str) -> None:
-    for name in rows.schema.names:
-        if rows[name].null_count and not TABLES[table][name].nullable:
-            raise DamagedPartError(f"its column {name} has empty values")
+def _problem(values: pa.ChunkedArray | pa.Array, column: Column) -> str:
+    """Why values may not be in a column: a null, or one that no training writes, such as a negative index; empty if they may."""
+    if values.null_count and not column.nullable:
+        return f"has {values.null_count} empty values"
+    if math.isinf(column.low) and math.isinf(column.high):
+        return ""
+    low, high = (end.as_py() for end in pc.min_max(values).values())
+    if low is None or (low >= column.low and high <= column.high):
+        return ""
+    return f"has {low if low < column.low else high:g}, outside {column.low:g} to {column.high:g}"
 
 
 def _check_json(rows: pa.Table, table: str) -> None:
@@ -459,8 +474,8 @@ def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
         else:
             value = value if field.name in lengths else np.full(rows, value)
             array = _array(label, field, value)
-        if array.null_count and not field.nullable:
-            raise SchemaError(f"{label} may not be null, but {array.null_count} of {rows} rows are")
+        if problem := _problem(array, field):
+            raise SchemaError(f"{label} {problem}")
         arrays.append(array)
     return pa.Table.from_arrays(arrays, schema=arrow_schema(name))
 

@@ -26,6 +26,7 @@ from sharpscope.traces.files import (
 )
 from sharpscope.traces.info import parse_run_info
 from sharpscope.traces.parts import (
+    OF_TOKENS,
     DamagedPartError,
     TraceWriter,
     is_pack,
@@ -317,22 +318,29 @@ class Run(_Tables):
         """Steps with token rows."""
         return list(self.step_rows("tokens"))
 
-    def verify(self) -> dict[str, str]:
-        """Read and check every page of every part; returns `damaged`."""
-        for table in TABLES:
-            self.arrow(table)
+    def verify(self, tables: Iterable[str] = TABLES) -> dict[str, str]:
+        """Read and check every page of every part of `tables`; returns `damaged`."""
+        for table in tables:
+            for _ in self.iter_arrow(table):
+                pass
         return self.damaged
 
     def _each_part(self, table: str, read: Callable[[Path], Iterable[_Part]]) -> Iterator[_Part]:
         """What `read` gives of each sound part of a table, in order; of a part that is damaged, the pieces before the damage."""
         root = self.path if self._pack is None else self._pack
         pattern = f"{TRACES}/{table}/[!.]*.parquet" if self._pack is None else f"{table}.parquet"
+        seen: dict[int, str] = {}
         for path in sorted(root.glob(pattern)):
             name = path.relative_to(root).as_posix()
             if name in self.damaged:
                 continue
             begun = False
             try:
+                if table in OF_TOKENS:
+                    steps = step_rows(path, table, self._key)
+                    for step in sorted(seen.keys() & steps):
+                        raise DamagedPartError(f"it has rows of step {step}, as {seen[step]} has")
+                    seen |= dict.fromkeys(steps, path.name)
                 for piece in read(path):
                     yield piece
                     begun = True
@@ -392,30 +400,13 @@ class Runs(_Tables, Sequence[Run]):
     @property
     def table(self) -> pd.DataFrame:
         """One row per run: run, method, seed, task, status, steps_done, started, finished, damaged (number of parts)."""
-        columns = [
-            "run",
-            "method",
-            "seed",
-            "task",
-            "status",
-            "steps_done",
-            "started",
-            "finished",
-            "damaged",
-        ]
+        facts = ("name", "method", "seed", "task", "status", "steps_done", "started", "finished")
         rows = [
-            (
-                name,
-                run.method,
-                run.seed,
-                run.task,
-                run.status,
-                *map(run.info.get, columns[5:8]),
-                len(run.damaged),
-            )
-            for name, run in self.by_name.items()
+            {**dict.fromkeys(facts), **run.info, "status": run.status, "damaged": len(run.damaged)}
+            for run in self
         ]
-        return pd.DataFrame(rows, columns=columns)
+        table = pd.DataFrame(rows, columns=[*facts, "damaged"])
+        return table.assign(name=list(self.by_name)).rename(columns={"name": "run"})
 
     def _concat(self, frames: dict[str, pd.DataFrame]) -> pd.DataFrame:
         labeled = []

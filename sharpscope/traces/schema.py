@@ -7,6 +7,7 @@ top-k. "L2 norm" is over the trainable parameters.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from functools import cache
@@ -57,6 +58,9 @@ class Column:
     nullable: bool = False  # may be null (not recorded, or undefined in that row); the writer fills an omitted column
     probe: bool = False  # recorded only if a probe or an option asks for it
     timing: bool = False  # values differ between two runs of one config
+    # the smallest and the largest value; NaN is always allowed
+    low: float = -math.inf
+    high: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ class Table:
         return next(column for column in self.columns if column.name == name)
 
 
-_COLUMN = re.compile(r"(\w+)([!?~]?) (\w+)(?: \[(.+?)\])?: (.+)")
+_COLUMN = re.compile(r"(\w+)([!?~]?) (\w+)(?: (\S*)\.\.(\S*))?(?: \[(.+?)\])?: (.+)")
 
 
 def _table(name: str, row: str, key: str, columns: str) -> Table:
@@ -86,9 +90,19 @@ def _table(name: str, row: str, key: str, columns: str) -> Table:
     for line in columns.replace("\n    ", " ").strip().splitlines():
         match = _COLUMN.fullmatch(line)
         assert match is not None, line
-        column, flag, type_, unit, definition = match.groups()
+        column, flag, type_, low, high, unit, definition = match.groups()
         made.append(
-            Column(column, type_, unit or "1", definition, flag != "!", flag == "?", flag == "~")
+            Column(
+                column,
+                type_,
+                unit or "1",
+                definition,
+                nullable=flag != "!",
+                probe=flag == "?",
+                timing=flag == "~",
+                low=float(low or -math.inf),
+                high=float(high or math.inf),
+            )
         )
     return Table(name, row, tuple(key.split()), tuple(made))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import io
 import json
+import math
 import os
 import random
 import re
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from sharpscope.cli import main as command
@@ -46,6 +49,7 @@ from sharpscope.traces import (
     update_run_info,
 )
 from sharpscope.training import train
+from sharpscope.untrusted import valid_text
 from tests.faults.conftest import tables, tiny_config, tiny_policy
 from tests.traces.synthetic import INFO, Shape, rows, write_run
 
@@ -471,6 +475,41 @@ class Bench:
         held(end.status == 0, end.text)
         return end.memory
 
+    def odd_values(self, rng: random.Random, place: Path) -> int:
+        """Values of the right type that no training writes, and rows that are gone, doubled or mixed."""
+        _, whole, _ = self.whole
+        run = place / "runs" / "run"
+        source = rng.choice([whole, self.sound])
+        shutil.copytree(source, run, ignore=shutil.ignore_patterns("checkpoints"))
+        shutil.copytree(
+            source, place / "runs" / "twin", ignore=shutil.ignore_patterns("checkpoints")
+        )
+        parts = [part for part in sorted(run.rglob("*.parquet")) if part.parent.name in TABLES]
+        for part in rng.sample(parts, rng.randint(1, 3)):
+            damage_values(part, rng)
+
+        def work() -> str:
+            cli("show", str(run))
+            cli("show", str(run), "--json")
+            rest: list[tuple[str, ...]] = [
+                *(("tokens", str(run), *more) for more in ((), ("--spikes",), ("--by", "effect"))),
+                *(("tokens", str(run), "--by", by) for by in ("component", "turn", "staleness")),
+                *(("tokens", str(run), "--step", "2", "--by", by) for by in ("kl", "logp")),
+                ("analyze", str(place / "runs"), "--out", str(place / "report")),
+                ("analyze", str(place / "runs"), "--claims", "--out", str(place / "report")),
+                ("show", str(place / "runs")),
+                ("diagnose", str(run)),
+                ("export", str(run), "--to", "packed", "--out", str(place / "packed")),
+                ("export", str(run), "--to", "reduced", "--out", str(place / "reduced")),
+            ]
+            for arguments in rng.sample(rest, 3):
+                cli(*arguments)
+            return ""
+
+        end = forked(work, QUICK)
+        held(end.status == 0, end.text)
+        return end.memory
+
     def run_json(self, rng: random.Random, place: Path) -> int:
         """run.json with bytes flipped, or with a value of another type anywhere."""
         run = place / "runs" / "run"
@@ -627,6 +666,7 @@ KINDS: dict[str, Callable[[Bench, random.Random, Path], int]] = {
     "two writers of a run": Bench.two_locks,
     "damaged checkpoint": Bench.damaged_checkpoint,
     "damaged parts": Bench.parts,
+    "odd values": Bench.odd_values,
     "run.json": Bench.run_json,
     "hostile text": Bench.hostile_text,
     "hostile log": Bench.hostile_log,
@@ -735,6 +775,40 @@ def damage_bytes(target: Path, rng: random.Random, others: list[Path] | None = N
     elif how == "empty":
         content = bytearray()
     target.write_bytes(content)
+
+
+ODD = (-1, 0, 1, 2, 999, 2**31 - 1, -(2**31))
+ODD_FLOATS = (-1.0, 0.0, 1.5, 1e30, -1e30, 3e38, 1e-40, math.nan, math.inf, -math.inf)
+
+
+def damage_values(part: Path, rng: random.Random) -> None:
+    """Change values of a part's columns to others of their types, or leave out, double or mix its rows."""
+    table = pq.read_table(part)
+    how = rng.choice(["one", "one", "some", "all", "double", "fewer", "mix"])
+    rows = list(range(len(table)))
+    if how in ("double", "fewer", "mix"):
+        chosen = rows + rng.sample(rows, len(rows) // 2 + 1) if how == "double" else rows
+        chosen = rng.sample(rows, len(rows) // 2) if how == "fewer" else chosen
+        rng.shuffle(chosen)
+        pq.write_table(table.take(pa.array(chosen, pa.int64())), part)
+        return
+    for place in rng.sample(range(len(table.schema)), rng.randint(1, 3)):
+        field = table.schema.field(place)
+        values = table[place].to_pylist()
+        odd: Any = rng.choice(ODD_FLOATS if pa.types.is_floating(field.type) else ODD)
+        odd = odd != 0 if pa.types.is_boolean(field.type) else odd
+        odd = valid_text(hostile(rng)) if pa.types.is_string(field.type) else odd
+        odd = None if field.nullable and rng.random() < 0.2 else odd
+        share = {"one": 0.0, "some": 0.3, "all": 1.0}[how]
+        at = rng.randrange(len(values)) if values else 0
+        changed = [odd if i == at or rng.random() < share else v for i, v in enumerate(values)]
+        kept = (
+            pa.array(changed, pa.int64()).cast(field.type, safe=False)
+            if pa.types.is_integer(field.type)
+            else pa.array(changed, field.type)
+        )
+        table = table.set_column(place, field, kept)
+    pq.write_table(table, part)
 
 
 def hashes(frame: pd.DataFrame) -> set[str]:

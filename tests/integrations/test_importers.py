@@ -559,6 +559,11 @@ def test_the_temperature_is_that_of_probes(tmp_path: Path):
             {},
             "logp = 0.4 is above 0, so it is no log-probability",
         ),
+        (
+            {"logp": [-1.0], "token_id": [1], "score_norm": [-2.0]},
+            {},
+            "tokens.score_norm has -2, outside 0 to inf; correct the file",
+        ),
     ],
 )
 def test_a_bad_table_is_refused_and_nothing_is_left(row, columns, message, tmp_path: Path):

@@ -6,6 +6,7 @@ rewards, norms, influences and probes follow simple laws whose constants are `Ef
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,11 +52,18 @@ def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]
         elif column.name in TABLES[table].key and column.type.startswith("int"):
             columns[column.name] = np.arange(count)  # a key names one row
         elif column.type.startswith("int"):
-            columns[column.name] = rng.integers(-1, 2, count)
+            columns[column.name] = rng.integers(max(-1, column.low), 2, count)
         elif column.name == "inclusion_probability":
             columns[column.name] = np.ones(count, dtype=np.float32)
         elif column.type.startswith("float"):
-            columns[column.name] = rng.normal(size=count).astype(column.type)
+            values = rng.normal(size=count)
+            if math.isfinite(column.high - column.low):
+                values = rng.random(count)
+            elif math.isfinite(column.low):
+                values = abs(values)
+            elif math.isfinite(column.high):
+                values = -abs(values)
+            columns[column.name] = values.astype(column.type)
         elif column.type == "json":
             columns[column.name] = [{"format": 1.0, "answer": float(i)} for i in range(count)]
         else:

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from sharpscope.analysis import path_sections, watch
 from sharpscope.analysis.measures import evaluations
+from sharpscope.analysis.reduction import reduce_run
 from sharpscope.analysis.sections import to_records
 from sharpscope.errors import UserError
 from sharpscope.traces import (
@@ -35,7 +36,7 @@ from sharpscope.traces import (
     update_run_info,
 )
 from sharpscope.traces.info import parse_run_info
-from sharpscope.traces.parts import packed_runs
+from sharpscope.traces.parts import SchemaError, packed_runs
 from sharpscope.traces.schema import VERSION_KEY, arrow_schema
 from sharpscope.untrusted import UnreadableError, read_bytes, read_json, read_lines
 from tests.traces.synthetic import Shape, new_run, rows, write_run
@@ -201,9 +202,17 @@ def part_with(run: Path, table: str, **changes) -> Path:
     [
         ({"step": None}, "no column step"),
         ({"logp": pa.array(["x"] * 4)}, "logp is string, not float"),
-        ({"step": pa.array([1, 2, None, 3], pa.int32())}, "step has empty values"),
+        ({"step": pa.array([1, 2, None, 3], pa.int32())}, "step has 1 empty values"),
         ({"score_norm_by_layer": pa.array(["[1]"] * 4)}, "no JSON object of numbers"),
         ({"rollout": None}, "no column rollout"),
+        ({"rollout": pa.array([0, 1, 2, -1], pa.int32())}, "rollout has -1, outside 0 to inf"),
+        ({"token_id": pa.array([0, -7, 2, 3], pa.int32())}, "token_id has -7, outside"),
+        ({"logp": pa.array([-1, 0.7, -1, -1], pa.float32())}, "logp has 0.7, outside -inf to 0.25"),
+        ({"clipped": pa.array([0, 0, 2, 1], pa.int8())}, "clipped has 2, outside -1 to 1"),
+        (
+            {"draw_probability": pa.array([1, 0, 1, 1], pa.float32())},
+            "draw_probability has 0, outside",
+        ),
     ],
 )
 def test_what_a_part_lacks_is_named(tmp_path, change, reason):
@@ -213,6 +222,70 @@ def test_what_a_part_lacks_is_named(tmp_path, change, reason):
     with pytest.warns(UserWarning, match="set aside"):
         assert loaded.tokens(columns=[*TABLES["tokens"].names]).empty
     assert reason in next(iter(loaded.damaged.values()))
+
+
+RANGED = [
+    pytest.param(name, column, bound, id=f"{name} {column.name} {bound:g}")
+    for name, table in TABLES.items()
+    for column in table.columns
+    for bound in (column.low, column.high)
+    if np.isfinite(bound)
+]
+
+
+@pytest.mark.parametrize(("table", "column", "bound"), RANGED)
+def test_a_value_outside_its_columns_range_is_neither_written_nor_read(
+    tmp_path, table, column, bound
+):
+    run, kind = new_run(tmp_path / "run"), arrow_schema(table).field(column.name).type
+    beyond = 1 if pa.types.is_integer(kind) else 0.001
+    wrong = bound + (beyond if bound == column.high else -beyond)
+    made = rows(table, 1, 4)
+    with TraceWriter(run) as writer, pytest.raises(SchemaError, match=f"{column.name} has .*, "):
+        writer.append(table, made | {column.name: np.array([max(0, column.low)] * 3 + [wrong])})
+    part = part_with(run, table, **{column.name: pa.array([bound] * 3 + [wrong]).cast(kind)})
+    loaded = load_run(run)
+    with pytest.warns(UserWarning, match=f"its column {column.name} has"):
+        assert not len(loaded.arrow(table))
+    assert list(loaded.damaged) == [f"traces/{table}/{part.name}"]
+
+
+def test_tokens_that_are_there_twice_count_once(sound, tmp_path):
+    """In a part that was copied beside itself, and within one part."""
+    run, right = tmp_path / "run", load_run(sound)
+    shutil.copytree(sound, run)
+    for number, part in enumerate(sorted((run / "traces/tokens").iterdir())):
+        shutil.copy(part, part.with_name(f"part-00090{number}.parquet"))
+    loaded = load_run(run)
+    with pytest.warns(
+        UserWarning, match=r"part-000900\.parquet is set aside: it has rows of step 1"
+    ):
+        pd.testing.assert_frame_equal(loaded.tokens(), right.tokens())
+    assert loaded.step_rows("tokens") == right.step_rows("tokens")
+    twice = min((run / "traces/tokens").iterdir())
+    table = pq.read_table(twice)
+    pq.write_table(pa.concat_tables([table, table.slice(0, 1)]), twice)
+    with pytest.warns(UserWarning, match="it has a row twice"):
+        assert 1 in load_run(run).step_rows("tokens")  # of the copy, which is whole
+
+
+def test_a_part_that_fails_only_where_a_column_is_read_is_not_reduced(sound, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    part = max((run / "traces/tokens").iterdir())
+    table = pq.read_table(part)
+    wrong = pa.array([5] * len(table), pa.int8())
+    pq.write_table(
+        table.set_column(
+            table.schema.get_field_index("clipped"), table.schema.field("clipped"), wrong
+        ),
+        part,
+    )
+    with (
+        pytest.warns(UserWarning, match="set aside"),
+        pytest.raises(UserError, match="damaged parts"),
+    ):
+        reduce_run(load_run(run), tmp_path / "reduced")
 
 
 def test_a_part_without_statistics_or_rows_is_read(tmp_path):

@@ -100,7 +100,7 @@ def test_null_is_not_recorded_and_nan_is_recorded(tmp_path):
             "tokens.entropie is not a column; did you mean 'entropy'?",
         ),
         ("tokens", {"logp": [0.0] * 3}, "differ in length"),
-        ("tokens", {"logp": [0.0, None, 0.0, 0.0]}, "tokens.logp may not be null"),
+        ("tokens", {"logp": [0.0, None, 0.0, 0.0]}, "tokens.logp has 1 empty values"),
         ("tokens", {"token_id": [0.5] * 4}, "tokens.token_id is int32"),
         ("tokens", {"token_id": [2**40] * 4}, "tokens.token_id is int32"),
         ("tokens", {"logp": np.zeros((4, 1))}, "tokens.logp is float32"),
