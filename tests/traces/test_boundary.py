@@ -207,7 +207,7 @@ def part_with(run: Path, table: str, **changes) -> Path:
         ({"rollout": None}, "no column rollout"),
         ({"rollout": pa.array([0, 1, 2, -1], pa.int32())}, "rollout has -1, outside 0 to inf"),
         ({"token_id": pa.array([0, -7, 2, 3], pa.int32())}, "token_id has -7, outside"),
-        ({"logp": pa.array([-1, 0.7, -1, -1], pa.float32())}, "logp has 0.7, outside -inf to 0.25"),
+        ({"logp": pa.array([-1, 1.5, -1, -1], pa.float32())}, "logp has 1.5, outside -inf to 1"),
         ({"clipped": pa.array([0, 0, 2, 1], pa.int8())}, "clipped has 2, outside -1 to 1"),
         (
             {"draw_probability": pa.array([1, 0, 1, 1], pa.float32())},
