@@ -306,7 +306,7 @@ def _problem(values: pa.ChunkedArray | pa.Array, column: Column) -> str:
     if math.isinf(column.low) and math.isinf(column.high):
         return ""
     low, high = (end.as_py() for end in pc.min_max(values).values())
-    if low is None or (low >= column.low and high <= column.high):
+    if low is None or not (low < column.low or high > column.high):  # NaN is neither
         return ""
     return f"has {low if low < column.low else high:g}, outside {column.low:g} to {column.high:g}"
 

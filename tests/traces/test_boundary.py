@@ -250,6 +250,21 @@ def test_a_value_outside_its_columns_range_is_neither_written_nor_read(
     assert list(loaded.damaged) == [f"traces/{table}/{part.name}"]
 
 
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_what_is_not_a_number_is_in_every_range(tmp_path, count):
+    """Also where nothing else is in the column."""
+    run = new_run(tmp_path / "run")
+    made = rows("updates", 1, 4)
+    names = [column.name for column in TABLES["updates"].columns if column.type == "float64"]
+    assert len(names) > 5
+    made |= {name: np.where(np.arange(4) < count, np.nan, made[name]) for name in names}
+    with TraceWriter(run) as writer:
+        writer.append("updates", made)
+    loaded = load_run(run)
+    assert loaded.updates[names].isna().sum().tolist() == [count] * len(names)
+    assert not loaded.verify()
+
+
 def test_tokens_that_are_there_twice_count_once(sound, tmp_path):
     """In a part that was copied beside itself, and within one part."""
     run, right = tmp_path / "run", load_run(sound)
