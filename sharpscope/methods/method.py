@@ -222,6 +222,12 @@ class Sampling(Part):
     dynamic: bool = False
     """Whether to replace groups whose answers are all correct or all wrong by groups of new prompts, up to 10 times a step
     (DAPO: until the batch is full)."""
+    pool: int | None = Field(None, ge=2, le=100)
+    """Prompts that a step draws completions for, in units of those that it learns from: the ones with the highest `rank`; null: 1."""
+    rank: Literal["variance", "uncertainty"] = "variance"
+    """variance: of the rewards within the prompt (METIS, arXiv 2605.11235, where the policy predicts it). uncertainty:
+    (1 − 2·|share of correct answers − 1/2|)·(mean entropy of the 20 % of a completion's tokens with the most) (HEAL, arXiv
+    2604.17928, for prompts of a second domain, once before training)."""
     overlong: float | None = Field(None, gt=0, le=1)
     """Share of the completion limit over which a soft penalty on the reward grows; published 4096/20480; null: no
     penalty."""

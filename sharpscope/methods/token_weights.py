@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from sharpscope.errors import NonFiniteError, UserError
-from sharpscope.settings.base import NonNegative, Part, Positive, Schedule, Share
+from sharpscope.settings.base import Part, Positive, Schedule, Share
 from sharpscope.settings.reading import function_path, import_function, what_raised
 
 if TYPE_CHECKING:
@@ -207,22 +207,6 @@ class LinearWeight(Weighting):
         return number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
 
 
-class PowerWeight(Weighting):
-    """w = π^gamma. The form is ours."""
-
-    kind: Literal["power"] = "power"
-    gamma: NonNegative = Field(1.0, description="Exponent of π.")
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        """[0, 1]."""
-        return 0.0, 1.0
-
-    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
-        """The power of π, computed from ln π."""
-        return xp.exp(number(self.gamma) * step.logp)
-
-
 class CovarianceGaussianWeight(Weighting):
     """w = exp(−(c − m)²/(2σ²)), c_t = (ln π_t − mean ln π)(A_t − mean A) (covariance-aware GRPO, arXiv 2605.11538).
 
@@ -373,24 +357,15 @@ class PepoWeight(Weighting):
 
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """The windowed softmax of the entropies, with mean 1 over a completion, where A > 0."""
-        mask = step.mask.bool()
         half = self.window // 2
-        # (N, T) loss tokens first, in order
-        order = (~mask).to(xp.int8).argsort(dim=-1, stable=True)
-        inside = mask.gather(-1, order)
-        entropy = xp.where(inside, step.entropy.gather(-1, order).double(), -xp.inf)
-        entropy = entropy - xp.where(
-            mask.any(-1, keepdim=True), entropy.amax(-1, keepdim=True), 0.0
-        )
-        e = entropy.exp()  # 0 outside
-        near = xp.nn.functional.pad(e, (half, half)).unfold(-1, 2 * half + 1, 1).sum(-1)  # (N, T)
-        e = xp.where(inside, e / xp.where(inside, near, 1.0), 0.0)
-        scaled = (
-            e
-            * inside.sum(-1, keepdim=True)
-            / xp.where(mask.any(-1, keepdim=True), e.sum(-1, keepdim=True), 1.0)
-        )
-        weight = xp.ones_like(scaled).scatter(-1, order, scaled)
+        weight = xp.ones_like(step.logp, dtype=xp.float64)
+        for row, mask, entropy in zip(weight, step.mask.bool(), step.entropy, strict=True):
+            if not bool(mask.any()):
+                continue
+            inside = entropy[mask].double()
+            e = (inside - inside.max()).exp()
+            near = xp.nn.functional.pad(e, (half, half)).unfold(0, 2 * half + 1, 1).sum(-1)
+            row[mask] = e / near / (e / near).mean()
         return xp.where(step.token_advantage > 0, weight, 1.0)
 
 
@@ -783,7 +758,6 @@ TokenWeight = Annotated[
     | SigmoidWeight
     | EntropyWeight
     | LinearWeight
-    | PowerWeight
     | CovarianceGaussianWeight
     | PolarityWeight
     | StareWeight

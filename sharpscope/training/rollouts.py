@@ -68,28 +68,40 @@ def draw_rollouts(
 
     With dynamic sampling (DAPO), further prompts replace groups whose answers are all correct or all wrong, whatever their
     rewards: a group of wrong answers of different lengths would teach lengths only. `statistics` gives π_old's token
-    statistics, for methods whose advantages need them.
+    statistics, for methods whose advantages or choice of prompts need them.
     """
     draw = draw or draw_group
-    examples = order.take(spec.prompts_per_step)
-    rollouts, rewards = draw(policy, task, examples, spec, derive(seed, "rollouts", step))
-    redrawn = 0
     sampling = method.sampling
-    if sampling.dynamic:
-        for attempt in range(1, MAX_REDRAWS + 1):
-            flat = _undecided(rewards, len(examples))
-            if not flat:
-                break
-            redrawn += len(flat)
-            fresh = order.take(len(flat))
-            new, new_rewards = draw(
-                policy, task, fresh, spec, derive(seed, "rollouts", step, attempt)
-            )
-            rollouts, rewards = _replace_groups(
-                rollouts, rewards, flat, new, new_rewards, len(examples)
-            )
-            drawn = dict(zip(flat, fresh, strict=True))
-            examples = [drawn.get(group, example) for group, example in enumerate(examples)]
+    examples = order.take(spec.prompts_per_step * (sampling.pool or 1))
+    rollouts, rewards = draw(policy, task, examples, spec, derive(seed, "rollouts", step))
+    size = len(rewards) // len(examples)
+    chosen = list(range(len(examples)))  # groups that are kept, of all that were drawn
+    redrawn = 0
+    if sampling.pool is not None:
+        ranks = prompt_ranks(sampling.rank, rollouts, rewards, statistics).nan_to_num(-1.0)
+        best = ranks.argsort(descending=True, stable=True)[: spec.prompts_per_step]
+        chosen = best.sort().values.tolist()
+    for attempt in range(1, MAX_REDRAWS + 1) if sampling.dynamic else ():
+        flat = [
+            place
+            for place, group in enumerate(chosen)
+            if _undecided(rewards[group * size : (group + 1) * size])
+        ]
+        if not flat:
+            break
+        redrawn += len(flat)
+        fresh = order.take(len(flat))
+        new, new_rewards = draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
+        for group, place in enumerate(flat, len(examples)):
+            chosen[place] = group
+        rollouts, rewards = join_rollouts(rollouts, new), rewards + new_rewards
+        examples = examples + fresh
+    if len(chosen) < len(examples):
+        rows = torch.tensor([group * size + member for group in chosen for member in range(size)])
+        labels = torch.arange(len(chosen)).repeat_interleave(size)
+        rollouts = replace(rollouts.rows(rows), group=labels.to(rollouts.group.device))
+        rewards = [rewards[row] for row in rows.tolist()]
+        examples = [examples[group] for group in chosen]
     if sampling.overlong is not None:
         penalty = overlong_penalty(sampling.overlong, rollouts.lengths.cpu(), spec.max_new_tokens)
         rollouts = rollouts.with_reward(rollouts.reward.cpu() + penalty)
@@ -163,16 +175,31 @@ def split_examples(task: Task, name: str) -> list[Example]:
     return examples
 
 
-def _undecided(rewards: list[Reward], groups: int) -> list[int]:
-    """Indices of the groups whose answers are all correct or all wrong, or that have a reward that is not finite."""
-    size = len(rewards) // groups
-    members = [rewards[group * size : (group + 1) * size] for group in range(groups)]
-    return [
-        group
-        for group, rows in enumerate(members)
-        if len({one.correct for one in rows}) == 1
-        or not all(math.isfinite(one.total) for one in rows)
+def prompt_ranks(
+    rank: str,
+    rollouts: Rollouts,
+    rewards: Sequence[Reward],
+    statistics: Callable[[Rollouts], TokenStats] | None,
+) -> Tensor:
+    """What `Sampling.rank` says of each prompt, (groups,)."""
+    groups = len(rollouts.group.unique())
+    if rank == "variance":
+        return rollouts.reward.double().view(groups, -1).var(1, correction=0)
+    assert statistics is not None, f"{rank} needs the statistics of the tokens"
+    entropies = statistics(rollouts).entropy
+    highest = [
+        entropy[mask].topk(math.ceil(0.2 * int(mask.sum()) - 1e-9)).values.mean()
+        for entropy, mask in zip(entropies, rollouts.completion_mask.bool(), strict=True)
     ]
+    correct = entropies.new_tensor([reward.correct for reward in rewards])
+    mean, entropy = (each.view(groups, -1).mean(1) for each in (correct, torch.stack(highest)))
+    return (1 - (2 * mean - 1).abs()) * entropy
+
+
+def _undecided(rewards: Sequence[Reward]) -> bool:
+    """Whether a group's answers are all correct or all wrong, or a reward is not finite."""
+    same = len({reward.correct for reward in rewards}) == 1
+    return same or not all(math.isfinite(reward.total) for reward in rewards)
 
 
 def draw_group(
@@ -182,23 +209,3 @@ def draw_group(
     completions, rewards = draw_scored(policy, task, examples, spec.group_size, spec, seed)
     total = torch.tensor([reward.total for reward in rewards], dtype=torch.float32)
     return completions.with_reward(total), rewards
-
-
-def _replace_groups(
-    old: Rollouts,
-    old_rewards: list[Reward],
-    flat: list[int],
-    new: Rollouts,
-    new_rewards: list[Reward],
-    groups: int,
-) -> tuple[Rollouts, list[Reward]]:
-    """`old` of `groups` groups with the groups `flat` replaced by those of `new`, in order."""
-    size = len(old_rewards) // groups
-    source = list(range(groups))
-    for position, group in enumerate(flat):
-        source[group] = groups + position
-    rows = torch.tensor([group * size + member for group in source for member in range(size)])
-    picked = join_rollouts(old, new).rows(rows)
-    rewards = old_rewards + new_rewards
-    labels = torch.arange(groups, device=picked.group.device).repeat_interleave(size)
-    return replace(picked, group=labels), [rewards[row] for row in rows.tolist()]

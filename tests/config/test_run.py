@@ -63,10 +63,10 @@ def test_settings_given_before_their_kind_or_name_are_kept(tmp_path: Path):
     fresh = build_config(None, ["method=tr-grpo", "method.weight_on=ratio", "method=grpo"])
     assert fresh.method.weight_on == "surrogate"
     assert build_config(
-        None, ["method=grpo-sg", "method.weight.kind=power"]
+        None, ["method=grpo-sg", "method.weight.kind=linear"]
     ).method.weight.model_dump() == {
-        "kind": "power",
-        "gamma": 1.0,
+        "kind": "linear",
+        "alpha": 0.2,
     }
 
 
@@ -89,7 +89,7 @@ def test_ablations_get_names_of_their_own():
     ("overrides", "says"),
     [
         (["task={people: [4], kind: math}"], "task.people: unknown field"),
-        (["method.weight.tau=4", "method.weight.kind=power"], "method.weight.tau: unknown field"),
+        (["method.weight.tau=4", "method.weight.kind=linear"], "method.weight.tau: unknown field"),
         (["optimiser.lr=1"], "optimiser: unknown field; did you mean 'optimizer'"),
         (["rollout.temperature=-1"], "rollout.temperature = -1"),
         (
@@ -197,7 +197,7 @@ def test_every_setting_is_listed_once_for_each_kind_and_described():
         == "int, >= 2, <= 7 | list of (int, >= 2, <= 7), length >= 1"
     )
     assert found["method.weight.function", "custom"].default == "required"
-    assert len({row.path for row in rows}) <= 163
+    assert len({row.path for row in rows}) <= 165
     assert "a schedule {start, end, until}" in found["method.ratio.p", "holder"].values
     assert found["method.clip", ""].values.startswith("ppo | cispo") and found[
         "method.clip", ""

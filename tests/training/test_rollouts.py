@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import math
 import string
 
 import numpy as np
@@ -14,6 +15,7 @@ from sharpscope import load_run
 from sharpscope.config.run import EvaluationSpec
 from sharpscope.methods import named_method
 from sharpscope.policy import SamplingSpec, draw_scored, load_policy
+from sharpscope.policy.forward import Scorer
 from sharpscope.seeds import derive
 from sharpscope.tasks import Example, Reward, make_task
 from sharpscope.training import train
@@ -54,6 +56,38 @@ def as_oracle(batch, keep=None) -> oracle.Batch:
         [masks[i] for i in keep],
         parts=parts,
     )
+
+
+@pytest.mark.parametrize("rank", ["variance", "uncertainty"])
+def test_a_step_learns_from_the_prompts_of_the_pool_with_the_highest_rank(toy_config, rank):
+    """Against a loop over all prompts of the pool, drawn by a step that learns from them all."""
+    plain = toy_config(rollout__prompts_per_step=12)
+    config = toy_config(
+        rollout__prompts_per_step=4, method__sampling__pool=3, method__sampling__rank=rank
+    )
+    scorer = Scorer(load_policy(config.policy).model, 1.0, 10_000, True)
+    found, whole = drawn(config, statistics=scorer.statistics), drawn(plain)
+    entropy = scorer.statistics(whole.rollouts).entropy.tolist()
+    masks = whole.rollouts.completion_mask.bool().tolist()
+    ranks, size = [], config.rollout.group_size
+    for group in range(12):
+        rows = range(group * size, (group + 1) * size)
+        totals = [whole.rewards[row].total for row in rows]
+        ranks.append(sum((x - sum(totals) / size) ** 2 for x in totals) / size)
+        if rank == "uncertainty":
+            share = sum(whole.rewards[row].correct for row in rows) / size
+            mean = 0.0
+            for row in rows:
+                values = sorted(h for h, on in zip(entropy[row], masks[row], strict=True) if on)
+                highest = values[-math.ceil(len(values) / 5) :]
+                mean += sum(highest) / len(highest) / size
+            ranks[-1] = (1 - abs(2 * share - 1)) * mean
+    best = sorted(sorted(range(12), key=lambda group: -ranks[group])[:4])
+    assert [id(one) for one in found.examples] != [id(one) for one in whole.examples[:4]]
+    assert [one.prompt for one in found.examples] == [whole.examples[g].prompt for g in best]
+    texts = [whole.rollouts.texts[g * size + member] for g in best for member in range(size)]
+    assert found.rollouts.texts == texts and best != [0, 1, 2, 3]
+    assert found.rollouts.group.tolist() == [g for g in range(4) for _ in range(size)]
 
 
 def test_dynamic_sampling_goes_by_accuracy_not_by_reward(toy_config):
