@@ -279,7 +279,11 @@ def spike_text(run: Run) -> str:
     there = recorded_steps(run, "attribution")
     if not there:
         return f"{said} No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
+    having = sorted({step, *spikes["step"].astype(int)} & set(there)) if len(spikes) else []
+    if having or step in there:
+        listed = " and ".join(map(str, having or [step]))
+        return (
+            f"{said} Tokens' shares were recorded at step{'s' if len(having) > 1 else ''} {listed}."
+        )
     nearest = min(there, key=lambda one: (abs(one - step), one))
-    if nearest == step:
-        return f"{said} Tokens' shares were recorded at step {step}."
     return f"{said} Tokens' shares were not recorded at step {step}; the nearest step that has them is {nearest}."

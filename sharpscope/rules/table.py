@@ -730,7 +730,7 @@ _RULES = (
         meaning="memory is nearly full",
         advice="lower {microbatch}",
         source="a margin of 8 %",
-        severity=NOTICE,
+        severity=REMARK,
         trainings=ALL,
     ),
     Rule(
