@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from scipy.special import stdtrit
 
+from sharpscope.analysis.events import events_of
 from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.measures import (
     ROUNDED,
@@ -17,7 +18,6 @@ from sharpscope.analysis.measures import (
     rotates,
     sharpness_rows,
 )
-from sharpscope.analysis.spikes import spike_scores
 from sharpscope.analysis.statistics import FEWEST
 from sharpscope.analysis.study import Setting, Study, per_run
 from sharpscope.analysis.text import method_label, sampling, short, shown
@@ -32,8 +32,6 @@ COLORS = (
 POINTS = 1500
 """Points of a curve, at most; of longer runs each point is a mean over several steps."""
 TURNS = ("gradient_rotation", "update_rotation")
-MARKED = 12
-"""Spikes that a chart marks, at most."""
 NAMED = {quantity.name: quantity for quantity in STEPS.values()}
 """Quantities by step by their names."""
 
@@ -117,7 +115,7 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
         "name": shown(study.name) if study.slug else "",
         "settings": described,
         "charts": [chart_of(rows, labels) for _, rows in drawn.groupby("quantity", sort=False)],
-        "events": _events(part),
+        "events": [list(event) for event in events_of(part)],
         "still": [name for name in NAMED if name in still],
     }
 
@@ -153,23 +151,6 @@ def _series(part: pd.DataFrame, points: range) -> dict[str, Sequence[object]]:
     if part["saturated"].any():
         made["hollow"] = sorted(set(map(int, part.loc[part["saturated"], "at"])))
     return made
-
-
-def _events(study: Study) -> list[tuple[int, str]]:
-    """(step, text) of what happened: the first time of each warning or worse, and the largest spikes of the gradient norm."""
-    found: dict[int, list[str]] = {}
-    events = pd.concat([run.events for _, _, run in study.each()])
-    for rule, part in events[events["severity"] != "info"].groupby("rule", sort=False):
-        times = f", first of {len(part)} times" if len(part) > 1 else ""
-        found.setdefault(int(part["step"].min()), []).append(str(rule).replace("_", " ") + times)
-    spikes = []
-    for label, seed, run in study.each():
-        who = f" ({method_label(label)}, seed {seed})" if len(study.each()) > 1 else ""
-        for step, times in spike_scores(run)[["step", "times"]].to_numpy():
-            spikes.append((times, int(step), f"gradient spike, {times:.1f} × typical{who}"))
-    for _, step, text in sorted(spikes, reverse=True)[:MARKED]:
-        found.setdefault(step, []).append(text)
-    return [(step, shown(" · ".join(found[step][:4]))[:300]) for step in sorted(found)]
 
 
 def _list(values: pd.Series) -> list[float | int | str | None]:

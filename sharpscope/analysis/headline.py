@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.measures import accuracy_values
 from sharpscope.analysis.sections import Marked, Section, records_of
 from sharpscope.analysis.spikes import (
@@ -21,7 +22,7 @@ from sharpscope.analysis.spikes import (
     step_shares,
 )
 from sharpscope.analysis.statistics import mean_interval
-from sharpscope.analysis.study import Setting, Study, last_step
+from sharpscope.analysis.study import Setting, Study, last_step, recorded_steps
 from sharpscope.analysis.text import (
     interval_text,
     method_label,
@@ -77,6 +78,15 @@ def largest_update(run: Run) -> Spike | None:
     """
     found = [spike for spike in notable_steps(run) if spike.tokens is not None]
     return max(found, key=lambda spike: spike.rank, default=None)
+
+
+def leading_step(run: Run) -> int | None:
+    """The step whose tokens say most of a run: the first that shows its cause, the last with effects, or the largest update."""
+    if causes := checked(run).causes:
+        return causes[0].step
+    spike = largest_update(run)
+    steps = recorded_steps(run, "effect_kl") or ([] if spike is None else [spike.step])
+    return steps[-1] if steps else None
 
 
 def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:

@@ -84,8 +84,8 @@ def cell_text(value: object) -> str:
 
 
 def is_text(column: pd.Series) -> bool:
-    """Whether a column is aligned to the left: words or sentences, and not numbers as text."""
-    return any(
+    """Whether a column is aligned to the left: words or sentences, and not numbers as text. A prompt may be a sum."""
+    return column.name == "prompt" or any(
         isinstance(c, Marked) or (isinstance(c, str) and c[:1] not in NUMERIC) for c in column
     )
 

@@ -12,10 +12,11 @@ import pandas as pd
 from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
 from sharpscope.analysis.effects import effect_headline
-from sharpscope.analysis.headline import largest_update, moved_tokens
+from sharpscope.analysis.events import MACHINE
+from sharpscope.analysis.headline import largest_update, leading_step, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.sections import Marked
-from sharpscope.analysis.study import flat, last_step, per_run, recorded_steps
+from sharpscope.analysis.study import flat, last_step, per_run
 from sharpscope.analysis.text import method_label, model_label, number, percent, printable
 from sharpscope.diagnose import diagnose
 from sharpscope.errors import UserError
@@ -37,9 +38,7 @@ WANTED = (
 NUMBERS = 4
 POINTS = 40
 FINDINGS = 2
-"""Findings of `sharpscope diagnose` that a verdict names."""
-OF_MACHINE = ("memory",)
-"""Rules on the machine, not the training: `show` lists them among the events."""
+"""Findings of `sharpscope diagnose` that a verdict names, none of the machine: `show` lists those among the events."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ def findings(run: Run) -> list[str]:
         found = diagnose(run.path, causes=False)
     except UserError:
         return []
-    told = [one for one in found.findings if one.rule.name not in OF_MACHINE]
+    told = [one for one in found.findings if one.rule.name not in MACHINE]
     return [f"{one.rule.title} from step {one.step}." for one in told[:FINDINGS]]
 
 
@@ -175,6 +174,7 @@ class Head:
         name, facts: of the run, the facts in a line.
         verdict: what happened.
         step: the one whose tokens say most of it.
+        link: what leads to them.
         numbers: at most four, each with title, value, detail and path.
     """
 
@@ -182,6 +182,7 @@ class Head:
     facts: str
     verdict: str = ""
     step: int | None = None
+    link: str = ""
     numbers: Sequence[Mapping[str, str]] = ()
 
 
@@ -198,7 +199,9 @@ def head_of(page: Page) -> Head:
             for n in numbers(run)
         ]
         facts = facts_of(run).split("\n")[0]
-        return Head(names[0], facts, verdict(run), leading_step(run), made)
+        step = leading_step(run)
+        link = f"Tokens of step {step}" + (", which shows the cause" if cause(run) else "")
+        return Head(names[0], facts, verdict(run), step, link, made)
     listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     asked = [one for one in page.sections if one.title.startswith("Did ")][:1]
     compared = [one for one in page.sections if one.part == "Compare"][:1] if asked else []
@@ -214,12 +217,3 @@ def head_of(page: Page) -> Head:
     text = " ".join([*(one.title for one in asked), *said])
     courses = [one | {"path": ""} for one in made]
     return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=courses)
-
-
-def leading_step(run: Run) -> int | None:
-    """The step whose tokens say most of a run: the first that shows its cause, the last with effects, or the largest update."""
-    if causes := checked(run).causes:
-        return causes[0].step
-    spike = largest_update(run)
-    steps = recorded_steps(run, "effect_kl") or ([] if spike is None else [spike.step])
-    return steps[-1] if steps else None

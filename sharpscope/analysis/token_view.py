@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from sharpscope.analysis.headline import leading_step
 from sharpscope.analysis.spikes import (
     NOT_RECORDED,
     SPIKE_Z,
     Spike,
+    explain_step,
     notable_steps,
     spike_scores,
 )
@@ -231,8 +233,9 @@ MOST_RUNS = 24
 
 RULE = (
     f"Which completions are here: always all that answer a prompt at a step (at most {GROUP}). Of each run, for its spikes of the "
-    f"gradient norm (at most {SPIKES}, the largest; without a spike, its largest gradient with attribution) the {SPIKE_PROMPTS} "
-    "prompts of the largest shares; those prompts from every other run that was asked them at that step; then the prompt of the "
+    f"gradient norm (at most {SPIKES}, the largest; without a spike, its largest gradient with attribution), and of up to {FEW} runs for "
+    f"the leading step (which shows the cause, or the last with effects), the {SPIKE_PROMPTS} prompts of the "
+    "largest shares; those prompts from every other run that was asked them at that step; then the prompt of the "
     f"largest token of the last and the first step, and of up to {FEW} runs of every other step, evenly spread; in this order until "
     f"the run's part of the file is full. Of more than {MOST_RUNS} runs, those of the largest spikes, from each method in turn."
 )
@@ -290,8 +293,7 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs_shown(runs).items()}
     for name, choice in choices.items():
-        found = sorted(notable_steps(choice.run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
-        choice.spikes = sorted(found, key=lambda one: one.step)
+        choice.spikes = _told_steps(choice.run, with_verdict=len(choices) <= FEW)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
     for choice in choices.values():
@@ -303,6 +305,15 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
         ).items():
             choice.add(step, [rollout], "largest token")
     return choices
+
+
+def _told_steps(run: Run, with_verdict: bool) -> list[Spike]:
+    """The steps of a run that have tables: its largest spikes and, `with_verdict`, the one that its verdict leads to."""
+    spikes = sorted(notable_steps(run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
+    step = leading_step(run) if with_verdict else None
+    if step is not None and all(one.step != step for one in spikes):
+        spikes.append(explain_step(run, step, SPIKE_TOKENS))
+    return sorted(spikes, key=lambda one: one.step)
 
 
 def _first_rows(run: Run, steps: list[int]) -> list[int]:
@@ -323,7 +334,7 @@ def of_step(run: Run, step: int) -> dict[str, Choice]:
 def _add_spike(choices: Mapping[str, Choice], name: str, spike: Spike) -> None:
     """Take the prompts of a spike's largest tokens from its run, and from the others of its study."""
     choice = choices[name]
-    what = "spike" if spike.z >= SPIKE_Z else "largest gradient"
+    what = "spike" if spike.z >= SPIKE_Z else "leading step"
     leading = [] if spike.tokens is None else spike.tokens["rollout"].unique()  # type: ignore[var-annotated]
     held = choice.asked(spike.step).reindex(leading).dropna(how="all")["prompt"]
     taken = held.fillna(pd.Series(held.index, held.index)).drop_duplicates()[:SPIKE_PROMPTS]

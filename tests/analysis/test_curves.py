@@ -9,7 +9,10 @@ import pytest
 
 from sharpscope.analysis import curves
 from sharpscope.analysis.curves import study_charts
+from sharpscope.analysis.events import events_of
 from sharpscope.analysis.study import Setting, Study
+from sharpscope.analysis.summary import verdict
+from sharpscope.rules.table import RULES
 from sharpscope.traces import Runs, TraceWriter, load_run
 from tests.traces.synthetic import new_run, rows
 
@@ -83,6 +86,25 @@ def test_a_long_run_is_averaged_in_blocks_and_spikes_are_marked(tmp_path):
         made = charts_of(Study({"a": load_run(tmp_path / "a")}))
     chart = made["charts"]["reward"]
     assert chart["x"] == [2.0 + 3 * k for k in range(30)] == chart["series"][0]["y"]
-    assert [(step, text.startswith("gradient spike, 4")) for step, text in made["events"]] == [
-        (60, True)
-    ]
+    ((step, text, kind),) = made["events"]
+    assert (step, kind) == (60, "spike") and text.startswith("gradient spike, 4")
+
+
+def test_events_of_the_training_come_before_those_of_the_machine(tmp_path):
+    norms = {step: 50.0 if step == 20 else 1 + 0.01 * (step % 7) for step in range(1, 31)}
+    write(tmp_path / "a", 30, grad_norm=norms.get, reward_mean=float)
+    one = {"severity": "warning", "value": 1.0, "threshold": 0.5, "action": "warn", "message": ""}
+    with TraceWriter(tmp_path / "a") as writer:
+        for rule, step in (
+            *(("memory", 20), ("memory", 9), ("kl_drift", 20), ("gradient_spike", 20)),
+            *(("entropy_collapse", 20), ("entropy_collapse", 25)),
+        ):
+            writer.append("events", one | {"rule": rule, "step": step})
+    study = Study({"a": load_run(tmp_path / "a")})
+    machine, spike = events_of(study)
+    assert machine == (9, "Memory is nearly full, first of 2 times", "machine")
+    assert (spike.step, spike.kind) == (20, "spike")
+    size, *others = spike.text.split(" · ")
+    assert size.startswith("gradient spike, 4")
+    assert others == [RULES["kl_drift"].title, "Entropy collapsed, first of 2 times"]
+    assert "emory" not in verdict(study.runs["a"])

@@ -74,7 +74,9 @@ const Curves = (() => {
     ctx.lineWidth = devicePixelRatio;
     ctx.strokeStyle = color("--soft");
     ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
-    for (const [step] of group.events) line(ctx, at(step, "x"), bbox.top, at(step, "x"), bbox.top + bbox.height);
+    for (const [step, , kind] of group.events) {
+      if (kind !== "machine") line(ctx, at(step, "x"), bbox.top, at(step, "x"), bbox.top + bbox.height);
+    }
     ctx.setLineDash([]);
     chart.series.forEach((one, k) => {
       if (group.hidden.has(k)) return;
@@ -294,27 +296,34 @@ const Curves = (() => {
 
   /* Reward and gradient norm on one axis of steps, with the events named. */
   const hero = { host: null, u: null };
-  const short = (text) => text.split(" · ")[0].replace(/, first of .*$/, "").slice(0, 34);
+  const KINDS = ["cause", "spike", "training", "machine"];
+  const short = (text) => text.split(" · ")[0].replace(/, first of .*$/, "").slice(0, 44);
 
+  /* Names what happened, what says most of the training first, from the top; what the machine did stands at the bottom, without a line. */
   function nameEvents(u, events) {
     const { ctx, bbox } = u;
-    const ends = [-Infinity, -Infinity, -Infinity];
+    const pixel = devicePixelRatio;
+    const rows = { top: [[], [], []], bottom: [[]] };
     ctx.save();
-    ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
     ctx.strokeStyle = ctx.fillStyle = color("--soft");
-    ctx.setLineDash([2 * devicePixelRatio, 3 * devicePixelRatio]);
-    for (const [step, text] of events) {
+    for (const [step, text, kind] of [...events].sort((a, b) => KINDS.indexOf(a[2]) - KINDS.indexOf(b[2]))) {
       const x = u.valToPos(step, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
-      line(ctx, x, bbox.top, x, bbox.top + bbox.height);
-      const width = ctx.measureText(short(text)).width;
-      const gap = 4 * devicePixelRatio;
+      const machine = kind === "machine";
+      const label = machine ? `machine: ${short(text)}` : short(text);
+      ctx.font = `${kind === "cause" ? "bold " : ""}${11 * pixel}px system-ui, sans-serif`;
+      ctx.setLineDash(kind === "cause" || machine ? [] : [2 * pixel, 3 * pixel]);
+      line(ctx, x, machine ? bbox.top + bbox.height - 8 * pixel : bbox.top, x, bbox.top + bbox.height);
+      const width = ctx.measureText(label).width;
+      const gap = 4 * pixel;
       const fits = x + gap + width < bbox.left + bbox.width; // else the text ends at the line
       const left = Math.max(bbox.left, fits ? x + gap : x - gap - width);
-      const row = ends.findIndex((end) => end < left);
+      const right = left + width + 2 * gap;
+      const taken = rows[machine ? "bottom" : "top"];
+      const row = taken.findIndex((spans) => spans.every(([from, to]) => right < from || to < left));
       if (row < 0) continue; // no room: the line stays, and pointing at it says what it is
-      ends[row] = left + width + 8 * devicePixelRatio;
-      ctx.fillText(short(text), left, bbox.top + (12 + 13 * row) * devicePixelRatio);
+      taken[row].push([left, right]);
+      ctx.fillText(label, left, machine ? bbox.top + bbox.height - 6 * pixel : bbox.top + (12 + 13 * row) * pixel);
     }
     ctx.restore();
   }
