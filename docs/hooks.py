@@ -71,6 +71,8 @@ SOURCES = {
     ),
     **dict.fromkeys(("rotation", "rotation_map"), "docs/data/rotations.csv"),
     **{"plane": "docs/data/plane.csv", "removal": "experiments/attribution/removal_math.csv"},
+    # of `sharpscope rotate RUN --plot`, with a run of grpo-sg on the embedded policy knights_knaves
+    "weight_functions": "docs/data/weights.csv",
     "log": "tests/diagnose/logs.csv",
 }
 """Figure of the gallery -> what it is drawn from."""
@@ -88,12 +90,6 @@ def _gallery(files: Files, config: MkDocsConfig) -> str:
     ]
     for name, one in PLOTS.items():
         lines += ["", f"## {name}", "", one.says, ""]
-        if name not in SOURCES:
-            needs = ", ".join(f"`{column}`" for column in one.needs)
-            lines.append(
-                f"Drawn from a frame with the columns {needs}: `sharpscope plot FILE.csv {name}`."
-            )
-            continue
         source = SOURCES[name]
         for style, only in (("notebook", "light"), ("dark", "dark")):
             picture = f"images/gallery/{name}-{only}.png"

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from textwrap import fill
+from textwrap import fill, wrap
 
 import matplotlib as mpl
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 from matplotlib.patches import Circle
 
 from sharpscope.analysis.curves import run_values
+from sharpscope.analysis.effects import effect_headline
+from sharpscope.analysis.events import KINDS, Event, events_of
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.plots.style import GRAY, colors, log_axis, plain, save_as, styled
-from sharpscope.analysis.spikes import gradient_scores, spike_scores
-from sharpscope.analysis.summary import facts_of, numbers, verdict
+from sharpscope.analysis.sections import Marked
+from sharpscope.analysis.spikes import gradient_scores
+from sharpscope.analysis.study import Study
+from sharpscope.analysis.summary import facts_of, numbers, verdict_parts
 from sharpscope.analysis.text import percent
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
@@ -57,7 +62,11 @@ def card(run: Run) -> Figure:
     figure.text(0.1, 0.905, plain(run.name, 40), size=25, weight="bold")
     facts = facts_of(run).split("\n")[0].split(", started")[0]
     figure.text(0.1, 0.868, plain(facts, 104), size=11.5, color=GRAY)
-    figure.text(0.035, 0.83, fill(plain(verdict(run), 230), 100), size=15, va="top")
+    verdict, details = verdict_parts(run)
+    lines = wrap(plain(verdict, 170), 92)
+    figure.text(0.035, 0.83, "\n".join(lines), size=16, va="top")
+    below = 0.81 - 0.043 * len(lines)
+    figure.text(0.035, below, fill(plain(details, 280), 145), size=10.5, va="top")
     for at, one in enumerate(numbers(run)[:3]):
         x = 0.035 + 0.24 * at
         figure.text(x, 0.645, plain(one.title, 32), size=10.5, color=GRAY)
@@ -93,29 +102,49 @@ def draw_course(axis: Axes, run: Run) -> None:
     if len(scores):  # a gradient that is not 0
         log_axis(other)
     other.grid(visible=False)
-    for row in spike_scores(run).nlargest(2, "grad_norm").to_dict("records"):
-        axis.axvline(row["step"], color=GRAY, linestyle=":")
-        text = f"step {row['step']}: {row['times']:.1f} × typical gradient"
-        place = (row["step"], 1.02)
-        right = row["step"] > float(np.mean(axis.get_xlim()))
+    for event in _named(run):
+        axis.axvline(event.step, color=GRAY, linestyle=":")
+        text = f"step {event.step}: {event.text.split(' · ')[0]}"
+        right = event.step > float(np.mean(axis.get_xlim()))
         align = "right" if right else "left"
-        axis.text(*place, text, size=9.5, ha=align, transform=axis.get_xaxis_transform())
+        place = axis.get_xaxis_transform()
+        axis.text(event.step, 1.02, plain(text, 48), size=9.5, ha=align, transform=place)
     axis.set_xlabel("step")
 
 
+def _named(run: Run) -> list[Event]:
+    """The two events that say most of the training, at most one in each half of the card."""
+    told = [one for one in events_of(Study({run.name: run})) if one.kind in ("cause", "spike")]
+    told.sort(key=lambda one: KINDS.index(one.kind))
+    middle = float(run.steps["step"].median())
+    halves = {one.step > middle: one for one in reversed(told)}
+    return list(halves.values())
+
+
 def draw_tokens(figure: Figure, run: Run) -> None:
-    """The tokens that hold most of a gradient, blue where made more likely, orange and underlined in words where less."""
-    spike = largest_update(run)
-    if spike is None:
-        return
-    figure.text(0.035, 0.085, f"most of ‖∇L‖² at step {spike.step}:", size=11.5, color=GRAY)
+    """The tokens that did most, or else hold most of a gradient: blue where made more likely, orange where less."""
+    title, tokens = leading_tokens(run)
+    figure.text(0.035, 0.085, title, size=11.5, color=GRAY)
     x = 0.035
-    for one in moved_tokens(run, spike.step, TOKENS):
-        word = one.sentence.token
-        way = one.sentence.direction
-        color = colors()[0] if way > 0 else colors()[3] if way < 0 else GRAY
-        share = percent(one.share, 0, sign=True)
-        text = f"{plain(word.strip() or word, 14)} {one.arrow} {share}"
+    for token, amount in tokens:
+        color = {1: colors()[0], -1: colors()[3]}.get(token.direction, GRAY)
+        arrow = {1: "↑", -1: "↓"}.get(token.direction, "·")
+        text = f"{plain(token.token.strip() or token.token, 14)} {arrow} {amount}"
         box = {"facecolor": color, "edgecolor": "none", "boxstyle": "round,pad=0.3"}
         figure.text(x, 0.035, text, size=12, color="#14171a", weight="bold", bbox=box)
         x += 0.03 + 0.0105 * len(text)
+
+
+def leading_tokens(run: Run) -> tuple[str, list[tuple[Marked, str]]]:
+    """What the leading tokens are, and each with its effect or its share."""
+    for section in effect_headline(run, TOKENS):
+        if isinstance(section.content, pd.DataFrame) and len(section.content):
+            rows = section.content[["token", "effect"]].itertuples(index=False, name=None)
+            found = [(token, effect.partition(" (×")[0]) for token, effect in rows]
+            return f"largest effects on the KL of step {found[0][0].step}:", found
+    spike = largest_update(run)
+    if spike is None:
+        return "", []
+    moved = moved_tokens(run, spike.step, TOKENS)
+    shares = [(one.sentence, percent(one.share, 0, sign=True)) for one in moved]
+    return f"most of ‖∇L‖² at step {spike.step}:", shares

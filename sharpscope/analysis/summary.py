@@ -113,20 +113,28 @@ def facts_of(run: Run) -> str:
 
 @per_run
 def verdict(run: Run) -> str:
-    """What happened, in one paragraph: the reward, what `diagnose` found first, and the leading token of the largest update."""
-    return " ".join(_sentences(run)) or "No step is recorded yet."
+    """What happened, in one paragraph: `verdict_parts`."""
+    return " ".join(filter(None, verdict_parts(run)))
 
 
-def _sentences(run: Run) -> Iterator[str]:
-    """The sentences of a verdict."""
-    yield from cause(run)
+@per_run
+def verdict_parts(run: Run) -> tuple[str, str]:
+    """The cause that a run shows, or else what was learned; and what else is to say: what `diagnose` found, the leading tokens."""
+    learned = " ".join(_learned(run))
+    named = " ".join(cause(run))
+    more = [*findings(run), *_leading_tokens(run)]
+    if named:
+        return named, " ".join(filter(None, [learned, *more]))
+    return learned or "No step is recorded yet.", " ".join(more)
+
+
+def _learned(run: Run) -> Iterator[str]:
+    """Reward and accuracy at the start and the end of training."""
     for one in numbers(run)[:2]:
         if one.title == "reward" or "accuracy" in one.title:
             name = one.title.removesuffix(" [%]")
             unit = " %" if "[%]" in one.title else ""
             yield f"{name[0].upper()}{name[1:]} {one.first} → {one.last}{unit}."
-    yield from findings(run)
-    yield from _leading_tokens(run)
 
 
 def _leading_tokens(run: Run) -> Iterator[str]:
@@ -172,7 +180,7 @@ class Head:
 
     Attributes:
         name, facts: of the run, the facts in a line.
-        verdict: what happened.
+        verdict, details: what happened, and what else is to say of it.
         step: the one whose tokens say most of it.
         link: what leads to them.
         numbers: at most four, each with title, value, detail and path.
@@ -181,6 +189,7 @@ class Head:
     name: str
     facts: str
     verdict: str = ""
+    details: str = ""
     step: int | None = None
     link: str = ""
     numbers: Sequence[Mapping[str, str]] = ()
@@ -201,7 +210,7 @@ def head_of(page: Page) -> Head:
         facts = facts_of(run).split("\n")[0]
         step = leading_step(run)
         link = f"Tokens of step {step}" + (", which shows the cause" if cause(run) else "")
-        return Head(names[0], facts, verdict(run), step, link, made)
+        return Head(names[0], facts, *verdict_parts(run), step, link, made)
     listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     asked = [one for one in page.sections if one.title.startswith("Did ")][:1]
     compared = [one for one in page.sections if one.part == "Compare"][:1] if asked else []

@@ -115,7 +115,7 @@ class Rotations:
         return rotation(self.table.assign(noise=self.noise), style="paper").figure
 
     def save(self, folder: Path | str, plot: bool = False) -> list[Path]:
-        """Write rotation.csv, .json, .png and .svg, batches.csv, with `plot` also weights.png and .svg, to a folder; returns their paths."""
+        """Write rotation.csv, .json, .png and .svg, batches.csv, with `plot` also weights.csv, .png, .svg, to a folder; returns their paths."""
         from sharpscope.analysis.plots import save, weight_functions
         from sharpscope.analysis.text import csv_text
         from sharpscope.traces import write_atomic
@@ -136,7 +136,10 @@ class Rotations:
         curves = weight_curves(self.methods) if plot else None
         if curves is None or curves.empty:
             return paths
-        return paths + save(weight_functions(curves, style="paper").figure, folder, "weights")
+        weights = folder / "weights.csv"
+        write_atomic(weights, csv_text(curves))
+        drawn = weight_functions(curves, style="paper")
+        return [*paths, weights, *save(drawn.figure, folder, "weights")]
 
 
 def rotate(

@@ -234,6 +234,19 @@ def test_rotations_have_one_row_a_method_and_the_map_every_policy():
     assert values == [40.0, 1.0, 3.0, 1.0] and len(right.lines) == 3
 
 
+def test_weight_functions_are_the_published_formula_with_the_runs_constants():
+    left, right = plots.weight_functions("docs/data/weights.csv").axes
+    drawn = {line.get_label(): (line.get_xdata(), line.get_ydata()) for line in left.lines}
+    logit, weight = drawn["grpo-sg"]
+    # of the run that `sharpscope rotate RUN --plot` read
+    sigmoid = 1 / (1 + np.exp(-(logit - 8.425024541367424) / 3.075354731421594))
+    expected = np.clip(2.0 * (sigmoid - 0.25), 1.0, 1.4)
+    np.testing.assert_allclose(weight, expected, atol=1e-6)
+    np.testing.assert_allclose(drawn["grpo-sg-reverse"][1], 2.4 - expected, atol=1e-6)
+    (ar,) = right.lines
+    np.testing.assert_allclose(ar.get_ydata(), 0.8 + 0.2 * ar.get_xdata(), atol=1e-6)
+
+
 def test_a_log_marks_where_its_findings_begin(tmp_path):
     from sharpscope.diagnose import diagnose
 

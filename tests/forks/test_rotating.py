@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope.analysis import plots
 from sharpscope.cli import app
 from sharpscope.config import build_config
 from sharpscope.errors import UserError
@@ -222,10 +223,13 @@ def test_the_command_prints_and_writes(tiny_policy, tmp_path):
         "rotation.json",
         "rotation.png",
         "rotation.svg",
+        "weights.csv",
         "weights.png",
         "weights.svg",
     ]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    curves = plots.weight_functions(str(tmp_path / "out" / "weights.csv")).frame
+    assert set(curves["method"]) == {"grpo-sg", "ar"} and curves["weight"].nunique() > 100
     table = pd.read_csv(tmp_path / "out" / "rotation.csv")
     content = json.loads((tmp_path / "out" / "rotation.json").read_text(encoding="utf-8"))
     assert (

@@ -20,7 +20,7 @@
       part.replaceChildren(...[...other.childNodes].map((node) => document.adoptNode(node)));
       if (open !== undefined) part.querySelector("details.part").open = open;
     }
-    for (const name of [".verdict", ".numbers", ".band .small"]) {
+    for (const name of [".verdict", ".details", ".numbers", ".band .small"]) {
       const [here, there] = [document.querySelector(name), fresh.querySelector(name)];
       if (here && there) here.replaceWith(document.adoptNode(there));
     }
