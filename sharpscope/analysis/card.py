@@ -8,15 +8,14 @@ from textwrap import fill, wrap
 
 import matplotlib as mpl
 import numpy as np
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.font_manager import get_font_names
 from matplotlib.patches import Circle
 
 from sharpscope.analysis.curves import run_values
-from sharpscope.analysis.effects import effect_headline
-from sharpscope.analysis.events import KINDS, Event, events_of
+from sharpscope.analysis.effects import leading_effects
+from sharpscope.analysis.events import events_of
 from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.plots.style import GRAY, colors, log_axis, plain, save_as, styled
@@ -102,7 +101,8 @@ def draw_course(axis: Axes, run: Run) -> None:
     if len(scores):  # a gradient that is not 0
         log_axis(other)
     other.grid(visible=False)
-    for event in _named(run):
+    told = [one for one in events_of(Study({run.name: run})) if one.kind in ("cause", "spike")]
+    for event in sorted(told, key=lambda one: one.kind)[:2]:
         axis.axvline(event.step, color=GRAY, linestyle=":")
         text = f"step {event.step}: {event.text.split(' · ')[0]}"
         right = event.step > float(np.mean(axis.get_xlim()))
@@ -110,15 +110,6 @@ def draw_course(axis: Axes, run: Run) -> None:
         place = axis.get_xaxis_transform()
         axis.text(event.step, 1.02, plain(text, 48), size=9.5, ha=align, transform=place)
     axis.set_xlabel("step")
-
-
-def _named(run: Run) -> list[Event]:
-    """The two events that say most of the training, at most one in each half of the card."""
-    told = [one for one in events_of(Study({run.name: run})) if one.kind in ("cause", "spike")]
-    told.sort(key=lambda one: KINDS.index(one.kind))
-    middle = float(run.steps["step"].median())
-    halves = {one.step > middle: one for one in reversed(told)}
-    return list(halves.values())
 
 
 def draw_tokens(figure: Figure, run: Run) -> None:
@@ -137,11 +128,9 @@ def draw_tokens(figure: Figure, run: Run) -> None:
 
 def leading_tokens(run: Run) -> tuple[str, list[tuple[Marked, str]]]:
     """What the leading tokens are, and each with its effect or its share."""
-    for section in effect_headline(run, TOKENS):
-        if isinstance(section.content, pd.DataFrame) and len(section.content):
-            rows = section.content[["token", "effect"]].itertuples(index=False, name=None)
-            found = [(token, effect.partition(" (×")[0]) for token, effect in rows]
-            return f"largest effects on the KL of step {found[0][0].step}:", found
+    effects = leading_effects(run, TOKENS)
+    if effects:
+        return f"largest effects on the KL of step {effects[0][0].step}:", effects
     spike = largest_update(run)
     if spike is None:
         return "", []

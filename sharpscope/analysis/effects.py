@@ -9,11 +9,11 @@ from typing import TypedDict
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.headline import merged_tokens, momentum_text
-from sharpscope.analysis.sections import Section
+from sharpscope.analysis.headline import merged_tokens, momentum_text, token_rows
+from sharpscope.analysis.sections import Marked, Section
 from sharpscope.analysis.spikes import PROBABILITY_EDGES
 from sharpscope.analysis.study import recorded_steps
-from sharpscope.analysis.text import number, percent, told_apart
+from sharpscope.analysis.text import percent, told_apart
 from sharpscope.analysis.tokens import (
     INCLUSION,
     check_recorded,
@@ -136,19 +136,13 @@ def _largest(
     """
     found = merged_tokens(run, step, tokens, "effect")[:top]
     total = float(tokens["sum"].abs().sum()) or 1.0
-    rows = []
-    for one in found:
-        text = percent(one.share / total, 1, sign=True) + (
-            f" (×{one.count})" if one.count > 1 else ""
-        )
-        rows.append((one.sentence, _answer(one.correct), text, number(one.probability)))
     records: list[dict[str, object]] = [
         asdict(one.sentence)
         | {"effect": one.share, "count": one.count}
         | {"probability": one.probability, "correct": one.correct}
         for one in found
     ]
-    return pd.DataFrame(rows, columns=["token", "answer", "effect", "π"]), records
+    return token_rows(found, "effect", total), records
 
 
 def effect_headline(run: Run, top: int) -> list[Section]:
@@ -157,6 +151,16 @@ def effect_headline(run: Run, top: int) -> list[Section]:
     if run.reduced is not None or not recorded_steps(run, "effect_kl"):
         return []
     return effect_sections(run, None, "kl", top)[:1]
+
+
+def leading_effects(run: Run, top: int) -> list[tuple[Marked, str]]:
+    """The tokens of `effect_headline` with their effects as text; empty where none were recorded."""
+    found = []
+    for section in effect_headline(run, top):
+        assert isinstance(section.content, pd.DataFrame)
+        for token, effect in section.content[["token", "effect"]].to_numpy():
+            found.append((token, effect.partition(" (×")[0]))
+    return found
 
 
 def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -195,7 +199,7 @@ def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
         "completion": table(tokens["rollout"], "completion", FEW),
         "probability": table(ranges, "π"),
     }
-    answers = tokens["correct"].map(_answer)
+    answers = tokens["correct"].map({True: "right", False: "wrong"}).fillna("")
     if answers.any():
         made["answer"] = table(answers, "answer")
     maker = piece_maker(run)
@@ -204,12 +208,6 @@ def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
         kinds = {one: kind_of(maker([one])[0]) for one in ids.unique()}
         made["kind of token"] = table(ids.map(kinds), "kind")
     return made
-
-
-def _answer(correct: object) -> str:
-    if correct is None or pd.isna(correct):  # type: ignore[call-overload]
-        return ""
-    return "right" if correct else "wrong"
 
 
 def kind_of(text: str) -> str:

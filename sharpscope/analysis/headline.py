@@ -45,6 +45,7 @@ WIDTH = 60
 """Characters on either side of it, and of the token."""
 INSERTED = " ⋯ "
 """Stands in a sentence for tokens that were not drawn, such as a tool's answer."""
+SHARE = "share of ‖∇L‖²"
 _PLACE = ["rollout", "position", "loss_coef", "advantage"]
 
 
@@ -226,7 +227,7 @@ def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
     cells = pd.DataFrame(
         {
             "π": [f"{low:g} to {high:g}" for low, high in ranges[["low", "high"]].to_numpy()],
-            "share of ‖∇L‖²": [percent(share, 1, sign=True) for share in ranges["share"]],
+            SHARE: [percent(share, 1, sign=True) for share in ranges["share"]],
             "share of the tokens": [percent(share, 1) for share in ranges["tokens"]],
         }
     )
@@ -245,21 +246,27 @@ def _spike_title(run: Run, spike: Spike) -> str:
     return f"{title}, z = {spike.z:.1f}" if math.isfinite(spike.z) else title
 
 
+def token_rows(moved: Sequence[Moved], title: str, total: float = 1.0) -> pd.DataFrame:
+    """Tokens as rows: token, answer, the share of `total` under `title`, and π."""
+    rows = []
+    for one in moved:
+        times = f" (×{one.count})" if one.count > 1 else ""
+        share = percent(one.share / total, 1, sign=True) + times
+        answer = {True: "right", False: "wrong", None: ""}[one.correct]
+        rows.append((one.sentence, answer, share, number(one.probability)))
+    return pd.DataFrame(rows, columns=["token", "answer", title, "π"])
+
+
 def _token_section(title: str, moved: Sequence[Moved]) -> Section:
     """The tokens that a gradient pushes, as a table and as numbers."""
-    rows, records = [], []
-    for one in moved:
-        share = percent(one.share, 1, sign=True)
-        if one.count > 1:
-            share += f" (×{one.count})"
-        if one.share < 0:
-            share += " against the rest"
-        answer = {True: "right", False: "wrong", None: ""}[one.correct]
-        rows.append((one.arrow, one.sentence, answer, share, number(one.probability)))
-        numbers = {name: value for name, value in vars(one).items() if name != "sentence"}
-        records.append(asdict(one.sentence) | numbers)
-    tokens = pd.DataFrame(rows, columns=["", "token", "answer", "share of ‖∇L‖²", "π"])
+    tokens = token_rows(moved, SHARE)
+    tokens[SHARE] += ["" if one.share >= 0 else " against the rest" for one in moved]
+    tokens.insert(0, "", [one.arrow for one in moved])
     tokens = tokens if tokens["answer"].any() else tokens.drop(columns="answer")
+    records = []
+    for one in moved:
+        numbers = asdict(one)
+        records.append(numbers.pop("sentence") | numbers)
     note = "↑ made more likely, ↓ less likely. All shares are of its square; those of all tokens sum to 100 %."
     return Section(title, tokens, note, records=records)
 

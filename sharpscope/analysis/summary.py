@@ -11,7 +11,7 @@ import pandas as pd
 
 from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
-from sharpscope.analysis.effects import effect_headline
+from sharpscope.analysis.effects import leading_effects
 from sharpscope.analysis.events import MACHINE
 from sharpscope.analysis.headline import largest_update, leading_step, moved_tokens
 from sharpscope.analysis.measures import STEPS
@@ -139,12 +139,9 @@ def _learned(run: Run) -> Iterator[str]:
 
 def _leading_tokens(run: Run) -> Iterator[str]:
     """What the tokens of the leading step did, and which of them its gradient is made of, as far as either was recorded."""
+    for token, effect in leading_effects(run, 1):
+        yield f"Step {token.step}: {_pushed(token)} has the largest effect on its KL ({effect})."
     spike = largest_update(run)
-    for section in effect_headline(run, 1):
-        if isinstance(section.content, pd.DataFrame) and len(section.content):
-            token, effect = section.content.iloc[0][["token", "effect"]]
-            step, size = token.step, effect.partition(" (×")[0]
-            yield f"Step {step}: {_pushed(token)} has the largest effect on its KL ({size})."
     leading = [] if spike is None else moved_tokens(run, spike.step, 1)
     if spike is not None and leading:
         token, share = _pushed(leading[0].sentence), percent(leading[0].share)

@@ -74,41 +74,48 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
 
 def many_sections(runs: Runs, source: str) -> list[Section]:
     """A summary of more runs than `show` compares: a row for each method and task, what did not finish, and where to see all."""
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.method, run.task), []).append(run)
-    largest = sorted(groups.items(), key=lambda item: -len(item[1]))
-    rows = [group_row(method, task, members) for (method, task), members in largest[:MOST_ROWS]]
-    others = (
-        f" {len(groups) - MOST_ROWS} more groups are not shown." if len(groups) > MOST_ROWS else ""
-    )
-    note = f"{len(runs)} runs.{others} All of them, compared: sharpscope analyze {source}"
-    sections = [Section("Runs", pd.DataFrame(rows), note=note)]
-    unfinished = [
-        f"{name} is {run.status}" for name, run in runs.by_name.items() if run.status != "finished"
+    facts = [
+        {
+            "method": printable(run.method, 40),
+            "task": printable(run.task, 40),
+            "seed": run.seed,
+            "finished": run.status == "finished",
+            "steps": int(run.info.get("steps_done") or 0),
+            "reward": last_reward(run),
+        }
+        for run in runs
     ]
-    problems = [*(f"{name}: {why}" for name, why in runs.skipped.items()), *unfinished]
+    groups = pd.DataFrame(facts).groupby(["method", "task"], sort=False)
+    table = pd.DataFrame([group_row(members) for _, members in groups])
+    largest = table.sort_values("runs", ascending=False, kind="stable").head(MOST_ROWS)
+    more = len(table) - MOST_ROWS
+    others = f" {more} more groups are not shown." if more > 0 else ""
+    note = f"{len(runs)} runs.{others} All of them, compared: sharpscope analyze {source}"
+    sections = [Section("Runs", largest.astype(str), note=note)]
+    status = {name: run.status for name, run in runs.by_name.items() if run.status != "finished"}
+    problems = [f"{name}: {why}" for name, why in runs.skipped.items()]
+    problems += [f"{name} is {said}" for name, said in status.items()]
     if problems:
-        more = [f"and {len(problems) - MOST_ROWS} more"] if len(problems) > MOST_ROWS else []
-        lines = [printable(line) for line in problems[:MOST_ROWS]] + more
+        lines = [printable(line) for line in problems[:MOST_ROWS]]
+        if len(problems) > MOST_ROWS:
+            lines.append(f"and {len(problems) - MOST_ROWS} more")
         sections.append(Section("Not finished, or not read", "\n".join(lines)))
     return sections
 
 
-def group_row(method: str, task: str, members: Sequence[Run]) -> dict[str, str]:
+def group_row(members: pd.DataFrame) -> dict[str, object]:
     """Numbers of runs, seeds, steps and the last rewards of runs of one method on one task."""
-    rewards = [last_reward(run) for run in members]
-    known = [reward for reward in rewards if math.isfinite(reward)]
-    spread = f" ± {float(np.std(known, ddof=1)):.2g}" if len(known) > 1 else ""
-    steps = sorted({int(run.info.get("steps_done") or 0) for run in members})
+    rewards = members["reward"].dropna()
+    spread = f" ± {rewards.std():.2g}" if len(rewards) > 1 else ""
+    least, most = members["steps"].agg(["min", "max"])
     return {
-        "method": printable(method, 40),
-        "task": printable(task, 40),
-        "runs": str(len(members)),
-        "finished": str(sum(run.status == "finished" for run in members)),
-        "seeds": str(len({run.seed for run in members})),
-        "steps": str(steps[0]) if len(steps) == 1 else f"{steps[0]} to {steps[-1]}",
-        "last reward (± SD)": f"{np.mean(known):.3g}{spread}" if known else "–",
+        "method": members["method"].iloc[0],
+        "task": members["task"].iloc[0],
+        "runs": len(members),
+        "finished": members["finished"].sum(),
+        "seeds": members["seed"].nunique(),
+        "steps": least if least == most else f"{least} to {most}",
+        "last reward (± SD)": f"{rewards.mean():.3g}{spread}" if len(rewards) else "–",
     }
 
 

@@ -293,7 +293,11 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs_shown(runs).items()}
     for name, choice in choices.items():
-        choice.spikes = _told_steps(choice.run, with_verdict=len(choices) <= FEW)
+        found = sorted(notable_steps(choice.run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
+        step = leading_step(choice.run) if len(choices) <= FEW else None
+        if step is not None and all(one.step != step for one in found):
+            found.append(explain_step(choice.run, step, SPIKE_TOKENS))
+        choice.spikes = sorted(found, key=lambda one: one.step)
         for spike in choice.spikes:
             _add_spike(choices, name, spike)
     for choice in choices.values():
@@ -305,15 +309,6 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
         ).items():
             choice.add(step, [rollout], "largest token")
     return choices
-
-
-def _told_steps(run: Run, with_verdict: bool) -> list[Spike]:
-    """The steps of a run that have tables: its largest spikes and, `with_verdict`, the one that its verdict leads to."""
-    spikes = sorted(notable_steps(run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
-    step = leading_step(run) if with_verdict else None
-    if step is not None and all(one.step != step for one in spikes):
-        spikes.append(explain_step(run, step, SPIKE_TOKENS))
-    return sorted(spikes, key=lambda one: one.step)
 
 
 def _first_rows(run: Run, steps: list[int]) -> list[int]:

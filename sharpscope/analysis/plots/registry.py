@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,11 +114,12 @@ class Plot:
             if name not in known:
                 raise UserError(f"plot {self.name}: has no choice {name}{nearest(name, known)}")
         frame = self._read(data, **choices)
+        if frame.empty:
+            needed = (self.frame.__doc__ or "").strip().split("\n")[0].rstrip(".")
+            raise UserError(f"plot {self.name}: nothing to show; it needs {needed}")
         lacks = [name for name in self.needs if name not in frame]
         if lacks:
             raise UserError(f"plot {self.name}: the frame has no column {lacks[0]}")
-        if frame.empty:
-            raise UserError(f"plot {self.name}: nothing to show; it needs {self.says_needed()}")
         return frame
 
     def _read(self, data: Source, **choices: object) -> pd.DataFrame:
@@ -134,11 +135,6 @@ class Plot:
         if self.log:
             raise UserError(f"plot {self.name}: give one log, such as trainer_state.json")
         return self.frame(runs_of(data), **choices)
-
-    def says_needed(self) -> str:
-        """What must have been recorded, from the first line of the frame's docstring."""
-        text = (self.frame.__doc__ or "").strip().split("\n")[0]
-        return text.rstrip(".")
 
 
 def runs_of(data: Runs | Run | str | Path | list[str | Path]) -> Runs:
@@ -173,7 +169,7 @@ def plot(
 
 
 def not_from_runs(_: Runs) -> pd.DataFrame:
-    """A table of its own: give a CSV or Parquet file, such as `rotation.csv` of `sharpscope rotate`."""
+    """A table of its own, as a frame or a file: such as `rotation.csv` and `weights.csv` of `sharpscope rotate`."""
     return pd.DataFrame()
 
 
@@ -203,15 +199,14 @@ class PlotsOf:
     """`run.plot`: every figure as a method, for Tab completion too."""
 
     data: Runs
-    figures: Mapping[str, Plot] = field(default_factory=lambda: PLOTS)
 
     def __dir__(self) -> list[str]:
-        return list(self.figures)
+        return list(PLOTS)
 
     def __getattr__(self, name: str) -> Callable[..., Drawn]:
-        if name not in self.figures:
-            raise AttributeError(f"no figure is called {name!r}{nearest(name, self.figures)}")
-        chosen = self.figures[name]
+        if name not in PLOTS:
+            raise AttributeError(f"no figure is called {name!r}{nearest(name, PLOTS)}")
+        chosen = PLOTS[name]
 
         def draw(style: str = "notebook", width: str = "two", **choices: object) -> Drawn:
             """The chosen figure of these runs."""
@@ -222,4 +217,4 @@ class PlotsOf:
         return draw
 
     def __repr__(self) -> str:
-        return "figures: " + ", ".join(self.figures)
+        return f"figures: {', '.join(PLOTS)}"

@@ -18,6 +18,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullFormatter
+from numpy.typing import ArrayLike
 
 from sharpscope.analysis.curves import COLORS
 from sharpscope.analysis.text import printable
@@ -187,6 +188,11 @@ def legend(figure: Figure) -> None:
     for handle in drawn.legend_handles:  # the points of a scatter plot are too small to tell colors
         if isinstance(handle, Line2D) and handle.get_linestyle() == "None":
             handle.set(markersize=5, alpha=1)
+
+
+def band(axis: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
+    """An interval around a line of this color."""
+    axis.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
 
 
 def inches(axis: Axes) -> float:

@@ -9,8 +9,8 @@ from scipy.stats import norm
 
 from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.measures import split_of
-from sharpscope.analysis.plots.registry import plot
-from sharpscope.analysis.plots.style import GRAY, Picture, color_of, colored, legend, plain
+from sharpscope.analysis.plots.registry import not_from_runs, plot
+from sharpscope.analysis.plots.style import GRAY, Picture, band, color_of, colored, legend, plain
 from sharpscope.traces import Runs
 
 SMOOTH = 0.012
@@ -76,8 +76,7 @@ def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
         line = rows[rows["kind"] == "density"]
         axis.plot(line["eigenvalue"], line["density"], color=color, label=plain(name))
         if "low" in line:
-            band = line["eigenvalue"], line["low"], line["high"]
-            axis.fill_between(*band, color=color, alpha=0.2, linewidth=0)
+            band(axis, line["eigenvalue"], line["low"], line["high"], color)
         for value in rows.loc[rows["kind"] == "extreme", "eigenvalue"]:
             axis.plot([value, value], [0, 0.08], color=color, transform=axis.get_xaxis_transform())
     axis.set(yscale="log", ylim=(1e-7 * float(frame["density"].max()), None))
@@ -117,8 +116,7 @@ def slices(figure: Picture, frame: pd.DataFrame) -> None:
             axis.plot(line["distance"], line["loss"], color=color, marker=".", label=plain(name))
             if "std_error" in line:
                 half = 1.96 * line["std_error"]
-                band = line["distance"], line["loss"] - half, line["loss"] + half
-                axis.fill_between(*band, color=color, alpha=0.2, linewidth=0)
+                band(axis, line["distance"], line["loss"] - half, line["loss"] + half, color)
             if "trained" in line:
                 been = line[line["trained"].astype(bool)]
                 axis.plot(been["distance"], been["loss"], color=color, linewidth=3)
@@ -131,16 +129,12 @@ def slices(figure: Picture, frame: pd.DataFrame) -> None:
     legend(figure)
 
 
-def plane_frame(_: Runs) -> pd.DataFrame:
-    """A table of `sharpscope.surface.pictures.plane`, as a frame or a CSV file."""
-    return pd.DataFrame(columns=["first", "second", "loss"])
-
-
-@plot(plane_frame, "first", "second", "loss")
+@plot(not_from_runs, "first", "second", "loss")
 def plane(figure: Picture, frame: pd.DataFrame) -> None:
     """The loss on the plane of two directions through the weights, with lines of equal loss and the path of training.
 
-    Rows of kind `path` are the weights of earlier steps, projected; the last of them, at (0, 0), are the weights themselves.
+    The frame is of `sharpscope.surface.pictures.plane`. Rows of kind `path` are the weights of earlier steps, projected; the last of
+    them, at (0, 0), are the weights themselves.
     """
     (axis,) = figure.panels(1, 2.8)
     kind = frame["kind"] if "kind" in frame else pd.Series("grid", frame.index)

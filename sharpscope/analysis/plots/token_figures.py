@@ -16,6 +16,7 @@ from sharpscope.analysis.plots.registry import not_from_runs, plot
 from sharpscope.analysis.plots.style import (
     GRAY,
     Picture,
+    band,
     color_of,
     colored,
     colors,
@@ -177,8 +178,7 @@ def lorenz(figure: Picture, frame: pd.DataFrame) -> None:
         table = table[table.index > 0]
         mean = table.mean(axis=1)
         axis.plot(table.index, mean, color=color, label=plain(run))
-        ends = table.min(axis=1), table.max(axis=1)
-        axis.fill_between(table.index, *ends, color=color, alpha=0.18, linewidth=0)
+        band(axis, table.index, table.min(axis=1), table.max(axis=1), color)
         held = float(np.interp(0.01, mean.index, mean))
         axis.plot(0.01, held, "o", color=color, markersize=5)
         if at < 3:
@@ -249,8 +249,7 @@ def weights(figure: Picture, frame: pd.DataFrame) -> None:
         above, below = axes[:, column]
         for setting, color, rows in colored(frame[frame["axis"] == kind], "setting", palette):
             above.plot(rows["x"], rows["weight"], label=plain(setting), color=color)
-            ends = rows["low"], rows["high"]
-            above.fill_between(rows["x"], *ends, color=color, alpha=0.18, linewidth=0)
+            band(above, rows["x"], rows["low"], rows["high"], color)
             for share, line in (("tokens", "-"), ("gradient", "--")):
                 below.step(rows["x"], rows[share], where="mid", linestyle=line, color=color)
         below.set_xlabel("probability π of the token" if column == 0 else "logit of the token")
