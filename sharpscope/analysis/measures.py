@@ -358,30 +358,14 @@ def accuracy_values(run: Run) -> pd.DataFrame:
             columns = {name: evaluations(run, split, heat, name) for name in EVALUATED}
             for step, (accuracy, prompts) in columns["accuracy"].items():
                 row = {name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()}
-                k = int(answers[split, heat, step])
-                interval = accuracy_interval(accuracy, row["std_error"], prompts, k)
-                low, high = interval.low, interval.high
-                place = {
-                    "step": step,
-                    "split": split,
-                    "temperature": heat,
-                    "prompts": prompts,
-                    "k": k,
-                }
-                made.append(
-                    place
-                    | row
-                    | {"low": low, "high": high, "half": max(accuracy - low, high - accuracy)}
-                )
+                row |= {"step": step, "split": split, "temperature": heat, "prompts": prompts}
+                row["k"] = int(answers[split, heat, step])
+                ends = accuracy_interval(accuracy, row["std_error"], prompts, row["k"])
+                row |= {"low": ends.low, "high": ends.high}
+                row["half"] = max(accuracy - ends.low, ends.high - accuracy)
+                made.append(row)
     names = ["step", "split", "temperature", "prompts", "k", *EVALUATED, "low", "high", "half"]
     return pd.DataFrame(made, columns=names)
-
-
-@per_run
-def _saturations(run: Run, functional: str) -> dict[tuple[int, float], float]:
-    """(step, radius) → saturation of the SAM sharpness."""
-    saturation = sharpness(run, "sam", functional)["saturation"]
-    return dict(zip(saturation.index.tolist(), saturation.tolist(), strict=True))
 
 
 @per_run
@@ -392,25 +376,22 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     of critical sharpness, which is of the update's own prompts), and `saturation`.
     """
     rows = run.probes
-    good = rows["value"].notna() & ~rows["converged"].isin([False]) & (rows["parameters"] == "all")
-    rows = rows[
-        good
-        & rows["quantity"].isin(list(SHARPNESS))
-        & ~rows["probe_set"].fillna("").str.contains("/heldout@")
-    ]
+    shown = rows["value"].notna() & ~rows["converged"].isin([False])
+    shown &= rows["parameters"].eq("all") & rows["quantity"].isin(list(SHARPNESS))
+    shown &= ~rows["probe_set"].fillna("").str.contains("/heldout@")
+    rows = rows[shown]
     measures, saturation = [], []
-    for row in rows[["step", "quantity", "functional", "rho"]].to_dict("records"):
-        name = SHARPNESS[row["quantity"]] + (
-            f" of {row['functional']}" if row["quantity"] != "critical_sharpness" else ""
-        )
-        has_radius = row["rho"] is not None and math.isfinite(row["rho"])
-        measures.append(name + (f", radius {row['rho']:.3g}" if has_radius else ""))
-        table = _saturations(run, row["functional"]) if row["quantity"] == "sam" else {}
-        saturation.append(
-            table.get((row["step"], float(f"{row['rho']:.9g}")), math.nan)
-            if has_radius
-            else math.nan
-        )
+    places = rows[["step", "quantity", "functional", "rho"]]
+    for step, quantity, functional, rho in places.itertuples(index=False, name=None):
+        radius = float(f"{real(rho):.9g}")
+        name = SHARPNESS[quantity]
+        name += "" if quantity == CRITICAL[0] else f" of {functional}"
+        name += f", radius {radius:.3g}" if math.isfinite(radius) else ""
+        full = math.nan
+        if quantity == "sam":
+            full = sharpness(run, "sam", functional)["saturation"].get((step, radius), math.nan)
+        measures.append(name)
+        saturation.append(full)
     errors = rows["prompt_std_error"].mask(rows["quantity"] == CRITICAL[0])
     half = Z * known(errors)
     rank = rows["quantity"].map(list(SHARPNESS).index)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pandas as pd
 
 from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
@@ -209,17 +208,20 @@ def head_of(page: Page) -> Head:
         link = f"Tokens of step {step}" + (", which shows the cause" if cause(run) else "")
         return Head(names[0], facts, *verdict_parts(run), step, link, made)
     listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-    asked = [one for one in page.sections if one.title.startswith("Did ")][:1]
-    compared = [one for one in page.sections if one.part == "Compare"][:1] if asked else []
-    tables = [one.content for one in (*asked, *compared) if isinstance(one.content, pd.DataFrame)]
-    tables = [table for table in tables if {"quantity", "difference"} <= set(table)]
-    found = {row["quantity"]: row for table in tables for row in table.to_dict("records")}
+    tables = [one for one in page.sections if "difference" in getattr(one.content, "columns", ())]
+    # the main differences first, then those of the first comparison
+    found = {r["quantity"]: r for one in tables[:2] for r in one.content.to_dict("records")}
     rows = list(found.values())[:NUMBERS]
     made = [
-        {"title": f"{r['quantity']}, difference", "value": r["difference"], "detail": r["shows"]}
-        for r in rows
+        {
+            "title": f"{row['quantity']}, difference",
+            "value": row["difference"],
+            "detail": row["shows"],
+            "path": "",
+        }
+        for row in rows
     ]
+    asked = [one.title for one in tables[:1]]
     said = [f"{row['quantity']}: {row['difference']}, {row['shows']}." for row in rows[:2]]
-    text = " ".join([*(one.title for one in asked), *said])
-    courses = [one | {"path": ""} for one in made]
-    return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=courses)
+    text = " ".join([*asked, *said])
+    return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=made)

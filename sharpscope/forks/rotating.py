@@ -136,10 +136,8 @@ class Rotations:
         curves = weight_curves(self.methods) if plot else None
         if curves is None or curves.empty:
             return paths
-        weights = folder / "weights.csv"
-        write_atomic(weights, csv_text(curves))
         drawn = weight_functions(curves, style="paper")
-        return [*paths, weights, *save(drawn.figure, folder, "weights")]
+        return paths + drawn.save(folder / "weights.png") + drawn.save(folder / "weights.svg")[:1]
 
 
 def rotate(
