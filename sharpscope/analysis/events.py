@@ -52,8 +52,8 @@ def _of_runs(study: Study) -> Iterator[Event]:
         for cause in checked(run).causes[:1] if at < MOST_RUNS else ():
             yield Event(cause.step, f"cause: {cause.name.replace('_', ' ')}{whose}", "cause")
         largest = spike_scores(run).nlargest(max(1, MARKED // len(runs)), "times")
-        for row in largest.itertuples():
-            yield Event(row.step, f"gradient spike, {row.times:.1f} × typical{whose}", "spike")
+        for step, times in largest[["step", "times"]].to_numpy():
+            yield Event(int(step), f"gradient spike, {times:.1f} × typical{whose}", "spike")
 
 
 def _judged(study: Study) -> Iterator[Event]:

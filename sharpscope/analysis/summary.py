@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from sharpscope.analysis.cause_sections import checked
 from sharpscope.analysis.curves import run_values
@@ -138,8 +139,8 @@ def _learned(run: Run) -> Iterator[str]:
 
 def _leading_tokens(run: Run) -> Iterator[str]:
     """What the tokens of the leading step did, and which of them its gradient is made of, as far as either was recorded."""
-    for token, effect in leading_effects(run, 1):
-        yield f"Step {token.step}: {_pushed(token)} has the largest effect on its KL ({effect})."
+    for one, effect in leading_effects(run, 1):
+        yield f"Step {one.step}: {_pushed(one)} has the largest effect on its KL ({effect})."
     spike = largest_update(run)
     leading = [] if spike is None else moved_tokens(run, spike.step, 1)
     if spike is not None and leading:
@@ -208,9 +209,14 @@ def head_of(page: Page) -> Head:
         link = f"Tokens of step {step}" + (", which shows the cause" if cause(run) else "")
         return Head(names[0], facts, *verdict_parts(run), step, link, made)
     listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
-    tables = [one for one in page.sections if "difference" in getattr(one.content, "columns", ())]
+    tables = {
+        one.title: one.content
+        for one in page.sections
+        if isinstance(one.content, pd.DataFrame) and "difference" in one.content
+    }
     # the main differences first, then those of the first comparison
-    found = {r["quantity"]: r for one in tables[:2] for r in one.content.to_dict("records")}
+    first = list(tables.values())[:2]
+    found = {row["quantity"]: row for table in first for row in table.to_dict("records")}
     rows = list(found.values())[:NUMBERS]
     made = [
         {
@@ -221,7 +227,6 @@ def head_of(page: Page) -> Head:
         }
         for row in rows
     ]
-    asked = [one.title for one in tables[:1]]
     said = [f"{row['quantity']}: {row['difference']}, {row['shows']}." for row in rows[:2]]
-    text = " ".join([*asked, *said])
+    text = " ".join([*list(tables)[:1], *said])
     return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=made)

@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 
 from sharpscope.analysis import analyze
 from sharpscope.analysis.card import write_card
-from sharpscope.analysis.headline import moved_tokens
+from sharpscope.analysis.effects import leading_effects
 from sharpscope.analysis.text import escape_markdown, percent
 from sharpscope.errors import UserError
 from sharpscope.traces import SCHEMA_VERSION, update_run_info
@@ -145,7 +145,13 @@ def test_the_card_has_the_headlines_numbers_and_hostile_text_is_text(run, tmp_pa
 
     assert imread(write_card(run, tmp_path / "card.png")).shape[:2] == (630, 1200)
     text = unescape(write_card(run, tmp_path / "card.svg").read_text(encoding="utf-8"))
-    for one in some(moved_tokens(run, SPIKE, top=3)):
-        assert percent(one.share, 0, sign=True) in text
+    effects = leading_effects(run, top=3)
+    for _, effect in some(effects):
+        assert effect in text
+    first = effects[0][0]
+    tokens = run.tokens(steps=[first.step], columns=["rollout", "position", "effect_kl"])
+    tokens = tokens.set_index(["rollout", "position"])["effect_kl"].dropna().astype(float)
+    share = tokens[first.rollout, first.position] / tokens.abs().sum()
+    assert effects[0][1] == percent(share, 1, sign=True)
     assert not re.search("[\u202a-\u202e\u2066-\u2069\x00\x1b]", text)
     assert "<script>window" not in (tmp_path / "card.svg").read_text(encoding="utf-8")
