@@ -70,7 +70,7 @@ def card(run: Run) -> Figure:
         x = 0.035 + 0.24 * at
         figure.text(x, 0.645, plain(one.title, 32), size=10.5, color=GRAY)
         figure.text(x, 0.575, one.last, size=26, weight="bold", color=colors()[0])
-        figure.text(x + 0.02 + 0.016 * len(one.last), 0.58, f"from {one.first}", size=11.5)
+        figure.text(x + 0.02 + 0.016 * len(one.last), 0.58, one.detail, size=11.5)
     draw_course(figure.add_axes((0.06, 0.19, 0.86, 0.34)), run)
     draw_tokens(figure, run)
     figure.text(0.965, 0.035, "sharpscope", size=12, color=GRAY, ha="right")

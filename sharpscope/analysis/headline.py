@@ -32,7 +32,6 @@ from sharpscope.analysis.text import (
     told_apart,
     visible,
 )
-from sharpscope.analysis.tokens import INCLUSION, sample_text
 from sharpscope.rules.judging import SPIKE_WINDOW
 from sharpscope.traces import Run
 from sharpscope.traces.reader import piece_maker
@@ -178,11 +177,8 @@ def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
             continue
         first = step_sections(run, spike, top)[0]
         said = [concentration_text(run, spike.step), first.note, momentum_text(run, spike.step)]
-        columns = ["attribution", INCLUSION]
-        measured = run.tokens(steps=[spike.step], columns=columns).dropna(subset=["attribution"])
-        sample = sample_text(run, measured)
-        if sample:  # the prompt of a token that was not measured may be larger
-            said.insert(0, f"Among {sample}; others may have larger shares.")
+        if spike.sample:  # the prompt of a token that was not measured may be larger
+            said.insert(0, f"Among {spike.sample}; others may have larger shares.")
         elif spike.prompts is not None:
             largest = spike.prompts.iloc[0]
             text = visible(told_apart(spike.prompts["prompt"].astype(str).tolist(), 90)[0])

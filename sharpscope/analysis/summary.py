@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -47,14 +47,16 @@ class Number:
 
     Attributes:
         title: of the quantity, with its unit.
-        first, last: means of the first and the last tenth of the steps, as text.
+        first, last: means of the first and the last tenth of the steps, as text; of several runs a difference.
         values: at most POINTS means over the course, for a sparkline.
+        detail: what stands beside it.
     """
 
     title: str
     first: str
     last: str
-    values: list[float]
+    values: Sequence[float]
+    detail: str
 
     def path(self) -> str:
         """The course as the path of an SVG element of 120 by 28."""
@@ -77,7 +79,8 @@ def numbers(run: Run) -> list[Number]:
         first = number(data[:tenth].mean())
         last = number(data[-tenth:].mean())
         parts = np.array_split(data, min(POINTS, len(data)))
-        made.append(Number(name, first, last, [float(part.mean()) for part in parts]))
+        course = [float(part.mean()) for part in parts]
+        made.append(Number(name, first, last, course, f"from {first}"))
     return made[:NUMBERS]
 
 
@@ -180,7 +183,7 @@ class Head:
         verdict, details: what happened, and what else is to say of it.
         step: the one whose tokens say most of it.
         link: what leads to them.
-        numbers: at most four, each with title, value, detail and path.
+        numbers: at most four.
     """
 
     name: str
@@ -189,7 +192,7 @@ class Head:
     details: str = ""
     step: int | None = None
     link: str = ""
-    numbers: Sequence[Mapping[str, str]] = ()
+    numbers: Sequence[Number] = ()
 
 
 def head_of(page: Page) -> Head:
@@ -200,14 +203,10 @@ def head_of(page: Page) -> Head:
         return Head(", ".join(names), "completions, token by token")
     if len(runs) == 1:
         run = runs[0]
-        made = [
-            {"title": n.title, "value": n.last, "detail": f"from {n.first}", "path": n.path()}
-            for n in numbers(run)
-        ]
         facts = facts_of(run).split("\n")[0]
         step = leading_step(run)
         link = f"Tokens of step {step}" + (", which shows the cause" if cause(run) else "")
-        return Head(names[0], facts, *verdict_parts(run), step, link, made)
+        return Head(names[0], facts, *verdict_parts(run), step, link, numbers(run))
     listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     tables = {
         one.title: one.content
@@ -219,12 +218,7 @@ def head_of(page: Page) -> Head:
     found = {row["quantity"]: row for table in first for row in table.to_dict("records")}
     rows = list(found.values())[:NUMBERS]
     made = [
-        {
-            "title": f"{row['quantity']}, difference",
-            "value": row["difference"],
-            "detail": row["shows"],
-            "path": "",
-        }
+        Number(f"{row['quantity']}, difference", "", row["difference"], (), row["shows"])
         for row in rows
     ]
     said = [f"{row['quantity']}: {row['difference']}, {row['shows']}." for row in rows[:2]]
