@@ -388,13 +388,15 @@ class _Start(Start):
         warm_up: int,
     ) -> None:
         warming = reference_method(next(iter(methods.values())))  # its weights need no calibration
-        options: dict[str, Any] = {
-            "warm_up": warm_up,
-            "warming": warming,
-            "mini_batches": 1,
-            "inner_epochs": 1,
-        }
-        super().__init__(config, methods, checkpoint, **options)
+        super().__init__(
+            config,
+            methods,
+            checkpoint,
+            warm_up=warm_up,
+            warming=warming,
+            mini_batches=1,
+            inner_epochs=1,
+        )
         self.seed_step = self.step + 1
         self.measure = measure
         self.halves = False  # whether the angles of the halves of a batch are measured too

@@ -104,15 +104,12 @@ class _Groups:
     def of(cls, value: Tensor, group: Tensor) -> _Groups:
         """Values (N,) grouped by labels (N,)."""
         value = value.double()
-        labels, member = torch.unique(group, return_inverse=True)
-        low = value.new_full((len(labels),), torch.inf).scatter_reduce_(0, member, value, "amin")
-        high = value.new_full((len(labels),), -torch.inf).scatter_reduce_(0, member, value, "amax")
-        return cls(
-            value,
-            member,
-            member.bincount(minlength=len(labels)).double()[member],
-            (high > low)[member],
+        _, member, count = torch.unique(group, return_inverse=True, return_counts=True)
+        low, high = (
+            value.new_zeros(len(count)).scatter_reduce(0, member, value, end, include_self=False)
+            for end in ("amin", "amax")
         )
+        return cls(value, member, count.double()[member], (high > low)[member])
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum of `values` (N,) over the group of each row, (N,)."""
@@ -202,7 +199,7 @@ def _decoupled(
 
 def _divided(centered: Tensor, value: Tensor) -> Tensor:
     """`centered` (N,) divided by the std of `value` (N,) plus 1e-4; the std of one value is 0."""
-    return centered / ((value.var(correction=1).sqrt() if len(value) > 1 else 0.0) + STD_EPSILON)
+    return centered / (value.std(correction=min(1, len(value) - 1)) + STD_EPSILON)
 
 
 def overlong_penalty(share: float, length: Tensor, max_completion_length: int) -> Tensor:

@@ -392,9 +392,6 @@ def summarize_weights(
     if not float(share.sum()) > 0:
         return WeightSummary(math.nan, None, None)
     share = share / share.sum()
-    bounds = weighting.at(progress).bounds
-    return WeightSummary(
-        mean=float((share * w).sum()),
-        saturation_low=None if bounds is None else float(share[w <= bounds[0] + 1e-6].sum()),
-        saturation_high=None if bounds is None else float(share[w >= bounds[1] - 1e-6].sum()),
-    )
+    bounds = weighting.at(progress).bounds or ()
+    near = [float(share[(w - bound).abs() <= 1e-6].sum()) for bound in bounds]
+    return WeightSummary(float((share * w).sum()), *(near or (None, None)))

@@ -125,17 +125,13 @@ def evaluate_model(
             f"-k {max(pass_at)}: pass@k needs --samples of at least k, it is {samples}; raise --samples"
         )
     folder = Path(model)
-    recorded = False
-    step = 0
-    if (folder / "run.json").exists():
-        saved = checkpoints(folder)
-        if not saved:
-            raise UserError(
-                f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on"
-            )
-        recorded = True
-        model = str(saved[-1])
-        step = step_of(saved[-1])
+    recorded = (folder / "run.json").exists()
+    saved = checkpoints(folder) if recorded else []
+    if recorded and not saved:
+        raise UserError(
+            f"run '{folder}' has no checkpoint; evaluate one of its models by folder, or let it run on"
+        )
+    model = str(saved[-1]) if saved else model
     given = {"prompts": prompts, "samples": samples, "temperatures": list(temperatures)}
     values: dict[str, Any] = {"policy.model": model, "evaluation": given}
     if task is not None:
@@ -147,22 +143,21 @@ def evaluate_model(
     )
     run_folder.set_threads(config.threads, config.policy.model)
     made = make_task(config.task)
-    present = (
-        present_splits(made, DEFAULT_SPLITS)
-        if splits is None
-        else present_splits(made, splits, every=True)
-    )
+    present = present_splits(made, splits or DEFAULT_SPLITS, every=splits is not None)
     asked = config.evaluation.model_copy(update={"splits": tuple(present)})
     policy = load_policy(
         config.policy, base=read_recorded(folder).policy.model if recorded else None
     )
-    options: dict[str, Any] = {
-        "step": step,
-        "seed": seed,
-        "on_progress": on_progress,
-        "pass_at": pass_at,
-    }
-    rows = evaluate(policy, made, asked, config.rollout, **options)
+    rows = evaluate(
+        policy,
+        made,
+        asked,
+        config.rollout,
+        step=step_of(saved[-1]) if saved else 0,
+        seed=seed,
+        on_progress=on_progress,
+        pass_at=pass_at,
+    )
     return [row | _intervals(row, pass_at) for row in rows]
 
 

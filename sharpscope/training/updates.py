@@ -223,14 +223,15 @@ class Updates:
         method = self.method
         group = self.rollouts.group[rows]
         mask = self.rollouts.completion_mask[rows]
-        options: dict[str, Any] = {
-            "keep": self.plan.keep[rows],
-            "group": group,
-            "dtype": self._stats.logp.dtype,
-        }
-        return token_normalizer(method, mask, self.learner.max_new_tokens, **options), int(
-            mask.sum()
+        normalizer = token_normalizer(
+            method,
+            mask,
+            self.learner.max_new_tokens,
+            keep=self.plan.keep[rows],
+            group=group,
+            dtype=self._stats.logp.dtype,
         )
+        return normalizer, int(mask.sum())
 
     def _scored(self, micro: Tensor, with_grad: bool = False) -> tuple[Scored, Tensor | None]:
         """A microbatch, with entropies where the loss has a bonus, and its (n, T) log-probabilities under the reference."""
@@ -266,8 +267,14 @@ class Updates:
                 plan = self.plan.rows(micro[of])
                 theirs = None if reference is None else reference[of]
                 scale = normalizer[torch.searchsorted(rows, micro[of])]
-                options: dict[str, Any] = {"reference_logp": theirs, "pass_index": pass_index}
-                loss = policy_loss(self.method, plan, scored.logp[of], scale, **options).loss
+                loss = policy_loss(
+                    self.method,
+                    plan,
+                    scored.logp[of],
+                    scale,
+                    reference_logp=theirs,
+                    pass_index=pass_index,
+                ).loss
                 if scored.values is not None:
                     loss -= entropy_bonus(
                         self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index
