@@ -78,7 +78,11 @@ class _Split:
 
 def _of_series(name: str, series: pd.Series) -> list[Change]:
     """The changes of one quantity."""
-    values, steps = _means(series.to_numpy(float), series.index.to_numpy())
+    values, steps = thinned(
+        series.to_numpy(float),
+        series.index.to_numpy(),
+        _LONGEST,
+    )
     judged = _judged(values, logarithmic=BY_NAME[name].log)
     if judged is None:
         return []
@@ -104,11 +108,17 @@ def _of_series(name: str, series: pd.Series) -> list[Change]:
     return found
 
 
-def _means(values: Values, steps: Values) -> tuple[Values, Values]:
-    """At most `_LONGEST` values, means over equal numbers of steps, and the first step of each."""
-    if len(values) <= _LONGEST:
+def thinned(values: Values, steps: Values, most: int) -> tuple[Values, Values]:
+    """At most `most` values, means over equal numbers of steps, and the first step of each.
+
+    Args:
+        values: finite ones (n,).
+        steps: of each (n,).
+        most: how many there may be.
+    """
+    if len(values) <= most:
         return values, steps
-    edges = np.linspace(0, len(values), _LONGEST + 1).astype(int)
+    edges = np.linspace(0, len(values), most + 1).astype(int)
     sums = np.add.reduceat(values, edges[:-1])
     return sums / np.diff(edges), steps[edges[:-1]]
 
@@ -162,7 +172,12 @@ def _line_rss(y: Values) -> Values:
     ty = np.cumsum(t * y) - of_t * of_y / n
     yy = np.cumsum(y * y) - of_y * of_y / n
     # through the first value alone a line has any slope
-    explained = np.divide(ty * ty, tt, out=np.zeros(len(y)), where=tt > 0)
+    explained = np.divide(
+        ty * ty,
+        tt,
+        out=np.zeros(len(y)),
+        where=tt > 0,
+    )
     return np.maximum(yy - explained, 0.0)
 
 
@@ -178,7 +193,13 @@ def _split(y: Values, start: int, end: int, found: list[_Split]) -> None:
     if best is None:
         return
     at = start + best.at
-    found.append(_Split(at=at, low=start + best.low, high=start + best.high))
+    found.append(
+        _Split(
+            at=at,
+            low=start + best.low,
+            high=start + best.high,
+        )
+    )
     _split(y, start, at, found)
     _split(y, at, end, found)
 
@@ -201,7 +222,11 @@ def _best(y: Values) -> _Split | None:
         return None
     likelihood = independent * n * np.log(np.maximum(two, least) / least)
     plausible = np.flatnonzero(likelihood <= _CHI2) + LEAST
-    return _Split(at=at, low=int(plausible[0]), high=int(plausible[-1]))
+    return _Split(
+        at=at,
+        low=int(plausible[0]),
+        high=int(plausible[-1]),
+    )
 
 
 def _autocorrelation(residuals: Values) -> float:

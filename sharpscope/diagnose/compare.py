@@ -82,6 +82,10 @@ def _values(parting: Parting) -> str:
 def compare(left: Log, right: Log) -> Comparison:
     """Compare two logs at the steps that both have.
 
+    Args:
+        left: the log that is called A.
+        right: the log that is called B.
+
     Raises:
         UserError: they share no quantity, or fewer than twice `WINDOW` steps.
     """

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from array import array
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from sharpscope.diagnose.names import by_words, is_evaluation
+from sharpscope.diagnose.bars import BAR, STEPS, with_steps_of_bars
+from sharpscope.diagnose.names import by_words
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.text import plain
-from sharpscope.rules.measures import Flags
-
-BAR_KEY = "progress bar"
-"""Key under which a row has the step that the progress bar showed."""
 
 _NUMBER = (
     r"[-+]?(?:[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?(?!\d)|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -30,26 +25,48 @@ _DASH_PAIR = re.compile(rf"(?:^| - )([^\s:]+):{_WRAPPED}", re.IGNORECASE)
 _DASH_START = re.compile(r"(?:^|[\s)])step:\d+ - ")
 _NAMES = r"[A-Za-z][\w/.@-]*(?: [A-Za-z(][\w/.@()-]*){0,3}"
 _LINE_PAIR = re.compile(
-    rf"({_NAMES})\s*:\s*({_NUMBER})(?![\w:])"
-    rf"|([A-Za-z][\w/.@-]*)\s*=\s*({_NUMBER})(?![\w:])"
-    rf"|\b((?:\w+[ _])?(?:loss|reward|kl|entropy|lr|grad[ _]norm|accuracy))\s+({_NUMBER})(?![\w:])",
+    rf"({_NAMES})\s*(?::|→|[-=]>)\s*({_NUMBER})(?![\w:])"
+    rf"|([A-Za-z][\w/.@-]*)\s*=\s*\"?({_NUMBER})(?![\w:])"
+    r"|\b((?:[A-Za-z]\w*[ _])?(?:loss|reward|kl|entropy|lr|grad[ _]norm|accuracy)(?:[ _](?:mean|avg))?)"
+    rf"\s+({_NUMBER})(?![\w:])",
     re.IGNORECASE,
 )
+_WHOLE = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])|\d+"
 _STEP = re.compile(
     r"(?<![\w-])(?:global[_ ]|optimizer[_ ]|train(?:ing|er)?[_/ ](?:global_)?)?(?:step|iter|iteration)\b"
-    r"[^\w\n]{0,12}(\d+)(?![\w.]*\d*s/)",
+    rf"[^\w\n]{{0,12}}({_WHOLE})(?![\w.]*\d*s/)",
     re.IGNORECASE,
 )
-_STEP_OF_ALL = re.compile(r"\b(?:global|train(?:ing)?)[ _]step[^\w\n]{0,12}(\d+)", re.IGNORECASE)
+_STEP_OF_ALL = re.compile(
+    rf"\b(?:global|train(?:ing)?)[ _]step[^\w\n]{{0,12}}({_WHOLE})", re.IGNORECASE
+)
 """Step of the whole training, which may stand beside one of an epoch."""
+_ROLLOUT = re.compile(r"\b(?:rollout|perf|eval) (\d+): *$")
+"""Number of a rollout, with which slime begins what it prints of it."""
+_ANNOUNCED = re.compile(
+    r"\b(?:step|iter|iteration)\b[^\w\n]{0,12}\d+ ?/ ?(\d{1,9})\b", re.IGNORECASE
+)
+"""Number of steps beside a step."""
+_ERROR = re.compile(
+    r"\s*(?:[\w.]*(?:Error|Exception|Interrupt)(?:: |$)|Killed\b|Segmentation fault|Bus error"
+    r"|(?:slurmstepd|srun): error|.*\b(?:CUDA out of memory|[oO]om[-_ ]kill|OOM Killer|SIGKILL|DUE TO TIME LIMIT))"
+)
+"""Lines that say why a process ended."""
 _CELLS = re.compile(rf"(?<=[│┃|]) *([A-Za-z][^│┃|:]*?) *[│┃|] *({_NUMBER}) *(?=[│┃|])")
 """Names and values in the cells of a table that is printed at each step."""
+_RULE = re.compile(r"\s*[-=+─━┌┬┐├┼┤╭╮╞╡]{8,}\s*$")
+"""A line that begins or ends a table."""
+_COUNTED = re.compile(
+    rf"\b(?:(?:num_)?updates?|episode|batch|rollout|round|steps)\b[^\w\n]{{0,4}}({_WHOLE})"
+    r"|\[ ?(\d+) ?/ ?\d+\]",
+    re.IGNORECASE,
+)
+"""What counts the lines of a training that has no step."""
 _EPOCH = re.compile(r"\W*epoch[^\w\n]{0,12}(\d+)(?![\w.])", re.IGNORECASE)
-BAR = re.compile(r"(?:^|\s)\d+%\|[^|]*\|\s*(\d+)/(\d+)\s*\[")
+_POSTFIX = re.compile(rf"({_NAMES}) ?[=:] ?({_NUMBER})(?=[,\]\s])")
+"""A name and a value within the brackets of a progress bar."""
 _RAY = re.compile(r"^(?:\x1b\[\d+m)?\([^()]*pid=\d+[^()]*\)\s?")
-_BULLETS = " \t•*-–|│║>"
-
-_STEPS = frozenset({"step", "global_step", "global_step/max_steps", "current_steps", "iteration"})
+_BULLETS = re.compile(r"\W*")
 
 
 @dataclass
@@ -75,7 +92,7 @@ class _Printed:
         values = np.zeros(self.table.count)
         common = np.zeros(self.table.count)
         for key, column in self.table.columns.items():
-            if key not in _STEPS:
+            if key not in STEPS:
                 values[column.rows()] += 1
                 if len(column.values) > 1 or key.startswith("eval"):
                     common[column.rows()] += 1
@@ -83,32 +100,120 @@ class _Printed:
         return _Printed(self.table.part(kept), array("I", np.array(self.places)[kept].tolist()))
 
 
+class _Reader:
+    """Reads a terminal's lines into rows, apart for each way to print them; one of these is the log."""
+
+    def __init__(self) -> None:
+        self.dicts = _Printed()
+        self.dashes = _Printed()  # verl's "step:1 - key:value"
+        self.pairs = _Printed()  # lines, and blocks, that have a step or an epoch
+        self.counted = _Printed()  # lines of known quantities with another count
+        self.boxes = _Printed()  # tables of names and values, one a step
+        self.postfixes = _Printed()  # values within progress bars
+        self.bars: list[tuple[int, int]] = []
+        self.in_block = False  # whether the next line may be a part of a block
+        self.after_rule = False
+        self.error = ""
+        self.rows_before_error = 0
+
+    @property
+    def kinds(self) -> tuple[_Printed, ...]:
+        """The ways to print a row, of which the first one of equal ones counts."""
+        return self.dicts, self.dashes, self.pairs, self.counted, self.boxes, self.postfixes
+
+    def rows(self) -> int:
+        """Rows so far, of all kinds."""
+        return sum(len(kind.places) for kind in self.kinds)
+
+    def read(self, line: str) -> None:
+        """Read one line."""
+        if _ERROR.match(line):
+            self.error = line.strip()[:200]
+            self.rows_before_error = self.rows()
+        if "%|" in line:
+            self._bars(line)
+        row = _dict_row(line) if "{" in line else {}
+        if row:
+            before = line[: line.index("{")]
+            rollout = _ROLLOUT.search(before)
+            step = rollout[1] if rollout else _step(before)
+            self.dicts.add({"step": step, **row} if step else row, len(self.bars))
+        elif _DASH_START.search(line):
+            found = _DASH_PAIR.findall(line[line.index("step:") :])
+            self.dashes.add(dict(found), len(self.bars))
+        else:
+            self._pairs(line)
+
+    def _bars(self, line: str) -> None:
+        within = _POSTFIX.findall(line[line.rindex("%|") :]) if line.endswith("]") else ()
+        if within:
+            self.postfixes.add(dict(within), len(self.bars))
+        self.bars.extend((int(bar[1]), int(bar[2])) for bar in BAR.finditer(line))
+
+    def _pairs(self, line: str) -> None:
+        """Read a line of `key: value`, as a row of its own or as a part of the block that a line with a step began."""
+        step = _step(line)
+        found = {
+            (name or equal or spaced).strip(): number or of_equal or of_space
+            for name, number, equal, of_equal, spaced, of_space in _LINE_PAIR.findall(line)
+        }
+        if step:
+            self._step(line, step, found)
+        elif found and (epoch := _EPOCH.match(line)):
+            self.pairs.add({"epoch": epoch[1], **found}, len(self.bars))
+        elif line.lstrip().startswith(("│", "┃", "|")):
+            self._cells(line)
+        elif found:
+            self._without_step(line, found)
+        self.after_rule = bool(_RULE.match(line))
+
+    def _step(self, line: str, step: str, found: Mapping[str, str]) -> None:
+        self.pairs.add({**found, "step": step}, len(self.bars))
+        announced = _ANNOUNCED.findall(line)
+        if announced:
+            self.pairs.table.announced = int(announced[-1])
+        self.in_block = True
+
+    def _cells(self, line: str) -> None:
+        """Read names and values in cells, of a block or of a table that a rule began."""
+        cells = _CELLS.findall(line)
+        table = self.pairs.table if self.in_block else self.boxes.table
+        if self.after_rule and not self.in_block:
+            self.boxes.add(dict(cells), len(self.bars))
+        elif self.in_block or table.count:
+            for name, number in cells:
+                table.complete(name, number)
+
+    def _without_step(self, line: str, found: Mapping[str, str]) -> None:
+        if self.in_block and len(found) == 1:
+            ((name, number),) = found.items()
+            if line.startswith(name, _BULLETS.match(line).end()):  # type: ignore[union-attr]
+                self.pairs.table.complete(name, number)
+        elif len(found) > 1:
+            count = _COUNTED.search(line)
+            if count and any(by_words(name) not in (None, "lr") for name in found):
+                number = (count[1] or count[2]).replace(",", "")
+                self.counted.add({**found, "step": number}, len(self.bars))
+
+    def table(self) -> Table:
+        """The rows of the way to print them that has most known values."""
+        kinds = [kind.without_settings() for kind in self.kinds]
+        logs = [printed for printed in kinds if printed.table.count >= 2]
+        if not logs:
+            return Table()
+        best = max(logs, key=_Printed.known)
+        table = with_steps_of_bars(best.table, best.places, self.bars)
+        if self.rows_before_error == self.rows():
+            table.error = self.error
+        return table
+
+
 def console(lines: Iterable[str]) -> Table:
     """The rows that a log of a terminal holds; without any the table is empty."""
-    dicts = _Printed()
-    dashes = _Printed()
-    pairs = _Printed()
-    bars: list[tuple[int, int]] = []
-    in_block = False
+    reader = _Reader()
     for part in _parts(lines):
-        line = _RAY.sub("", plain(part))
-        if "%|" in line:
-            bars.extend((int(bar[1]), int(bar[2])) for bar in BAR.finditer(line))
-        if "{" in line:
-            row = _dict_row(line)
-            if row:
-                step = _step(line[: line.index("{")])
-                dicts.add({"step": step, **row} if step else row, len(bars))
-                continue
-        if _DASH_START.search(line):
-            dashes.add(dict(_DASH_PAIR.findall(line[line.index("step:") :])), len(bars))
-            continue
-        in_block = _read_line(line, in_block, pairs, len(bars))
-    kinds = [printed.without_settings() for printed in (dicts, dashes, pairs)]
-    logs = [printed for printed in kinds if printed.table.count >= 2]
-    if not logs:
-        return Table()
-    return _table(max(logs, key=_Printed.known), bars)  # of equal ones the first
+        reader.read(_RAY.sub("", plain(part)))
+    return reader.table()
 
 
 def _parts(lines: Iterable[str]) -> Iterable[str]:
@@ -136,81 +241,4 @@ def _dict_row(line: str) -> dict[str, object]:
 def _step(text: str) -> str:
     """The step that a text says; empty if it says none."""
     found = _STEP_OF_ALL.search(text) or _STEP.search(text)
-    return found[1] if found else ""
-
-
-def _read_line(line: str, in_block: bool, printed: _Printed, bars: int) -> bool:
-    """Read a line of `key: value`, as a row of its own or as a part of the block that a line with a step began.
-
-    Returns:
-        Whether the next line may be a part of a block.
-    """
-    step = _step(line)
-    epoch = _EPOCH.match(line)
-    found = {
-        (name or equal or spaced).strip(): number or of_equal or of_space
-        for name, number, equal, of_equal, spaced, of_space in _LINE_PAIR.findall(line)
-    }
-    if step:
-        printed.add({**found, "step": step}, bars)
-        return True
-    if epoch is not None and found:
-        printed.add({"epoch": epoch[1], **found}, bars)
-    elif in_block and line.strip().startswith(("│", "┃", "|")):
-        for name, number in _CELLS.findall(line):
-            printed.table.complete(name, number)
-    elif in_block and len(found) == 1:
-        ((name, number),) = found.items()
-        if line.strip(_BULLETS).startswith(name):
-            printed.table.complete(name, number)
-    return in_block
-
-
-def _table(printed: _Printed, bars: list[tuple[int, int]]) -> Table:
-    """The table of rows; those without a step get that of the training's progress bar."""
-    table = printed.table
-    if not _STEPS & table.columns.keys():
-        for row, step in sorted(_bar_steps(printed, bars).items()):
-            table.put(BAR_KEY, row, float(step))
-    return table
-
-
-def _bar_steps(printed: _Printed, bars: list[tuple[int, int]]) -> Mapping[int, int]:
-    """Row -> step of the bar after it, which trainers draw again below what they print; else of the bar before it.
-
-    The bar before counts if it tells more rows apart, as where bars are not drawn again. Bars of evaluations and downloads have other
-    totals than the training's, which most rows stand beside.
-    """
-    beside: Counter[int] = Counter()
-    for place in printed.places:
-        beside.update({total for _, total in bars[max(0, place - 1) : place + 1]})
-    if not beside:
-        return {}
-    training = beside.most_common(1)[0][0]
-    drawn = [(at, done) for at, (done, total) in enumerate(bars) if total == training]
-    at, done = np.array(drawn).T
-    upcoming = np.searchsorted(at, printed.places)  # the first bar that was drawn after each row
-    after = done[np.minimum(upcoming, len(done) - 1)]
-    before = done[np.maximum(upcoming - 1, 0)]
-    chosen = before if len(set(before)) > len(set(after)) else after
-    found = dict(enumerate(chosen.tolist()))
-    if (np.diff(done) < 0).any():
-        return found  # a bar for each epoch
-    table = printed.table
-    return _spread(found, table.rows_with(key for key in table.columns if not is_evaluation(key)))
-
-
-def _spread(steps: Mapping[int, int], trained: Flags) -> dict[int, int]:
-    """Steps (by row) of which several rows that print a training have the same: they lie evenly up to it.
-
-    Output that is buffered brings such rows in bunches, after the bars of all their steps.
-    """
-    found = dict(steps)
-    before = 0
-    rows = [row for row in steps if trained[row]]
-    for step, bunch in itertools.groupby(rows, key=steps.__getitem__):
-        for number, row in enumerate(members := list(bunch), 1):
-            if step > before:
-                found[row] = round(before + (step - before) * number / len(members))
-        before = step
-    return found
+    return found[1].replace(",", "") if found else ""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sharpscope.diagnose.console import BAR
+from sharpscope.diagnose.bars import BAR
 from sharpscope.diagnose.tables import Table
 from sharpscope.diagnose.text import plain
 
@@ -41,10 +41,18 @@ class Layout:
     delimiter: str  # a character, or a key of _SPACES
     skipped: int  # lines before the header
     decimal_comma: bool  # whether numbers are written like 1.234,5
+    numbered: bool  # whether lines begin with a number that has no name, as pandas prints them
 
 
 def layout_of(sample: Sequence[str]) -> Layout | None:
-    """The layout of a table by its first lines: a header of names, then lines of as many cells, half of them numbers."""
+    """The layout of a table by its first lines: a header of names, then lines of as many cells, half of them numbers.
+
+    Args:
+        sample: the first lines; the last one may be cut off and is not looked at.
+
+    Returns:
+        The layout; None if the lines are no table.
+    """
     sample = [_line(line) for line in sample]
     if any(BAR.search(line) for line in sample):
         return None
@@ -57,14 +65,40 @@ def layout_of(sample: Sequence[str]) -> Layout | None:
                 rows = [row for row in itertools.islice(cells, SAMPLE) if row]
             except csv.Error:
                 continue
+            if not rows:
+                continue
+            rows[0] = _unmarked(rows[0])
+            numbered = len(rows) > 1 and all(len(row) == len(rows[0]) + 1 for row in rows[1:])
+            if numbered:
+                rows[0] = ["index", *rows[0]]
             plain_names = delimiter != " " or all(_KEY.fullmatch(cell) for cell in rows[0])
             if plain_names and _is_table(rows):
                 return Layout(
                     delimiter=delimiter,
                     skipped=skipped,
                     decimal_comma=_has_commas(rows[1:], delimiter),
+                    numbered=numbered,
                 )
     return None
+
+
+def nameless(sample: Sequence[str]) -> int:
+    """Columns of a table that has no header: of lines of as many numbers each; 0 of another text.
+
+    Args:
+        sample: the first lines that are not empty.
+    """
+    for delimiter in _DELIMITERS:
+        try:
+            rows = [[cell.strip() for cell in row] for row in _cells(sample, delimiter)]
+        except csv.Error:
+            continue
+        cells = [cell for row in rows for cell in row if cell]
+        columns = {len(row) for row in rows}
+        numbers = bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells)
+        if len(rows) > 2 and len(columns) == 1 and numbers and min(columns) > 1:
+            return min(columns)
+    return 0
 
 
 def _line(text: str) -> str:
@@ -87,6 +121,13 @@ def _cells(text: Iterable[str], delimiter: str) -> Iterator[list[str]]:
             spaces = _SPACES.get(delimiter)
             cells = spaces.split(stripped) if spaces else stripped.split(delimiter)
             yield [cell.strip() for cell in cells]
+
+
+def _unmarked(header: list[str]) -> list[str]:
+    """A header without the mark of a comment, which NumPy writes before it."""
+    if header[:1] == ["#"]:
+        return header[1:]
+    return [header[0].removeprefix("#").strip(), *header[1:]] if header else header
 
 
 def _is_table(rows: Sequence[list[str]]) -> bool:
@@ -124,9 +165,14 @@ def _has_commas(rows: Iterable[list[str]], delimiter: str) -> bool:
 
 
 def delimited(text: Iterable[str], layout: Layout, name: str = "") -> Table:
-    """The rows of a table of text; `name`: of its file.
+    """The rows of a table of text.
 
     A cell "nan" was logged, an empty one and "No Log" were not.
+
+    Args:
+        text: all lines of the file.
+        layout: how its cells are told apart (`layout_of`).
+        name: of the file, which names a single column of values.
     """
     csv.field_size_limit(1 << 27)
     table = Table()
@@ -144,8 +190,8 @@ def delimited(text: Iterable[str], layout: Layout, name: str = "") -> Table:
         if not row:
             continue
         if not header or (row[0] in names and _is_header(row, names)):
-            header = _header(row, name)
             names = set(row)
+            header = _header(["index", *row] if layout.numbered else _unmarked(row), name)
             continue
         if any(row[len(header) :]):
             table.left_out["lines with more cells than the header has names"] += 1

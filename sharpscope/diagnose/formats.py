@@ -10,16 +10,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from sharpscope.diagnose.console import console
-from sharpscope.diagnose.delimited import SAMPLE, delimited, layout_of
+from sharpscope.diagnose.delimited import SAMPLE, delimited, layout_of, nameless
 from sharpscope.diagnose.names import by_words
 from sharpscope.diagnose.shapes import objects_in, parsed, rows_of
-from sharpscope.diagnose.tables import Table
+from sharpscope.diagnose.tables import LARGEST, Table
 from sharpscope.diagnose.text import BROKEN, HEAD, encoding_of, head, lines, whole
 from sharpscope.errors import UserError, first_line
 
 READS = (
     "a run of sharpscope, trainer_state.json, JSON lines, a table (CSV, TSV, Markdown), the text of a"
-    " terminal, a notebook, TensorBoard events, each also as .gz, .bz2 or .xz, or a folder of these"
+    " terminal, a notebook, TensorBoard events, each also as .gz, .bz2, .xz or .zip, or a folder of these"
 )
 
 
@@ -46,7 +46,10 @@ def read_file(file: Path) -> Content:
     try:
         start = head(file)
         if b"brain.Event:" in start[:64]:
-            return Content(format="TensorBoard events", table=events([file]))
+            return Content(
+                format="TensorBoard events",
+                table=events([file]),
+            )
         if b"\0" in start and encoding_of(start) == "utf-8":
             raise UserError(f"{file}: is a binary file; give {READS}")
         content = _read_text(file, start)
@@ -83,12 +86,23 @@ def _read_lines(file: Path, start: bytes, notes: list[str]) -> Content:
     if first.startswith("<") and (tables := list(html_tables(whole(file)))):
         return Content(format="web page", table=longest(tables))
     if filled and all(_MLFLOW.fullmatch(line) for line in filled):
-        return Content(format="MLflow metric", table=mlflow(file, lines(file, notes)))
+        return Content(
+            format="MLflow metric",
+            table=mlflow(file, lines(file, notes)),
+        )
     layout = layout_of(sample)
     if layout is not None:
         table = delimited(lines(file, notes), layout, file.stem)
         return Content(format="table", table=table)
-    return Content(format="terminal output", table=console(lines(file, notes)))
+    columns = nameless(filled)
+    if columns:
+        raise UserError(
+            f"{file}: is a table of {columns} columns without names; write a line of names above it, such as step,loss,grad_norm"
+        )
+    return Content(
+        format="terminal output",
+        table=console(lines(file, notes)),
+    )
 
 
 def mlflow(file: Path, text: Iterable[str]) -> Table:
@@ -162,8 +176,14 @@ def _document(file: Path) -> Content | None:
             return None
         notes.append("The file is no whole JSON value: the objects in it are read.")
     if isinstance(content, dict) and isinstance(content.get("cells"), list):
-        return Content(format="notebook", table=notebook(content["cells"]))
+        return Content(
+            format="notebook",
+            table=notebook(content["cells"]),
+        )
     table = Table(notes=notes)
+    planned = content.get("max_steps") if isinstance(content, dict) else None
+    if type(planned) is int and planned < LARGEST:
+        table.announced = planned
     rows, others = rows_of(content)
     for row in rows:
         if isinstance(row, Mapping):
@@ -209,7 +229,14 @@ class _Tables(HTMLParser):
 
 
 def notebook(cells: Iterable[object]) -> Table:
-    """The longest log among the outputs of a notebook: a table that the trainer drew, or printed text."""
+    """The longest log among the outputs of a notebook: a table that the trainer drew, or printed text.
+
+    Args:
+        cells: of the notebook, as in its JSON.
+
+    Returns:
+        The rows; an empty table if there are none.
+    """
     made: list[Table] = []
     for cell in cells:
         printed: list[str] = []
@@ -230,7 +257,11 @@ def notebook(cells: Iterable[object]) -> Table:
 
 def longest(made: Iterable[Table]) -> Table:
     """The table with the most rows, which says so if others have rows, too."""
-    logs = sorted((t for t in made if t.count), key=lambda table: table.count, reverse=True)
+    logs = sorted(
+        (t for t in made if t.count),
+        key=lambda table: table.count,
+        reverse=True,
+    )
     if not logs:
         return Table()
     if len(logs) > 1:
@@ -242,7 +273,11 @@ def longest(made: Iterable[Table]) -> Table:
 
 
 def html_tables(page: str) -> Iterator[Table]:
-    """The tables of an HTML text that have rows."""
+    """The tables of an HTML text that have rows.
+
+    Args:
+        page: an HTML text, complete or not.
+    """
     parser = _Tables()
     parser.feed(page)
     for rows in parser.tables:
@@ -289,7 +324,11 @@ def events(files: Sequence[Path]) -> Table:
 
 
 def scalars(file: Path) -> dict[str, dict[int, float]]:
-    """Tag -> step -> value of one event file."""
+    """Tag -> step -> value of one event file.
+
+    Args:
+        file: an event file of TensorBoard, of scalars or of tensors with one value.
+    """
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:

@@ -11,9 +11,9 @@ from typing import Literal, SupportsFloat
 import numpy as np
 import pandas as pd
 
-from sharpscope.diagnose.console import BAR_KEY
+from sharpscope.diagnose.bars import BAR_KEY
 from sharpscope.diagnose.names import Named, Naming, name_columns
-from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES
+from sharpscope.diagnose.quantities import BY_NAME, QUANTITIES, listed
 from sharpscope.diagnose.runs import Source, chosen, sources
 from sharpscope.diagnose.steps import (
     EPOCH_KEYS,
@@ -39,7 +39,10 @@ Training = Literal["rewards", "distillation", "preference", "reward model", "sup
 LONGEST = 20_000
 """Steps above which neighbors are joined before they are judged."""
 _EXTREME = frozenset({"grad_norm", "update_norm", "ratio_max", "mismatch_max"})
-_EPISODES = frozenset({"reward", "length", "kl", "truncated", "dead_groups", "reward_std"})
+_EPISODES = frozenset(
+    listed("reward, length, kl, truncated, dead_groups, reward_std, clipped, mismatch, mismatch_kl")
+)
+"""Quantities that only a training by rewards has."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Log:
     guesses: dict[str, str] = field(default_factory=dict)  # quantity -> why its key was taken
     notes: tuple[str, ...] = ()  # how the rows were read, in sentences
     rows: int = 0  # that were read
+    announced: int = 0  # steps that the training was to have, 0 if the log does not say
+    error: str = ""  # what was printed after the last row when the training failed
     # means of the reward's components by step; columns: "rewards/NAME", as TRL writes them
     components: pd.DataFrame = field(default_factory=pd.DataFrame)
 
@@ -162,7 +167,12 @@ def _log(source: Source, mapping: Mapping[str, str], several: bool) -> Log:
     lost = int((~known & table.rows_with(used)).sum())
     if lost:
         table.left_out["rows without a step"] += lost
-    frame = _frame(table, naming, steps.values, known & _latest(table, steps.values, used[0]))
+    frame = _frame(
+        table,
+        naming,
+        steps.values,
+        known & _latest(table, steps.values, used[0]),
+    )
     notes.extend(f"{count} {reason} left out." for reason, count in table.left_out.items())
     notes.extend(f"Key {key} is {why}." for key, why in list(naming.refused.items())[:5])
     frame, joined = _shortened(frame)
@@ -184,7 +194,16 @@ def _log(source: Source, mapping: Mapping[str, str], several: bool) -> Log:
         notes=tuple(notes),
         rows=int((known & table.rows_with(mapped)).sum()),
         components=_components(table, steps.values),
+        announced=_announced(table) if steps.key and steps.key not in EPOCH_KEYS else 0,
+        error=table.error,
     )
+
+
+def _announced(table: Table) -> int:
+    """The steps that a training was to have: LLaMA-Factory writes them beside each step."""
+    column = table.columns.get("total_steps")
+    planned = column.values[-1] if column else table.announced
+    return int(planned) if np.isfinite(planned) else 0
 
 
 def _components(table: Table, steps: Values) -> pd.DataFrame:
@@ -194,7 +213,12 @@ def _components(table: Table, steps: Values) -> pd.DataFrame:
     known = np.isfinite(steps)
     index, groups = np.unique(np.round(steps[known]).astype(np.int64), return_inverse=True)
     columns = {
-        match[1]: gathered(table.dense(match[0])[known], groups, len(index), "mean")
+        match[1]: gathered(
+            table.dense(match[0])[known],
+            groups,
+            len(index),
+            "mean",
+        )
         for match in matches
     }
     return pd.DataFrame(columns, index=pd.Index(index, name="step")).dropna(how="all")
@@ -221,12 +245,21 @@ def _frame(table: Table, naming: Naming, steps: Values, known: Flags) -> pd.Data
         if named is None:
             continue
         values = _values(table, named, average=quantity.held_out)[known]
-        by_step = gathered(values, groups, len(index), quantity.gather)
+        by_step = gathered(
+            values,
+            groups,
+            len(index),
+            quantity.gather,
+        )
         there = ~np.isnan(by_step)
         if there.any():
             columns[quantity.name] = by_step
             filled |= there
-    frame = pd.DataFrame(columns, index=pd.Index(index, name="step"), copy=False)
+    frame = pd.DataFrame(
+        columns,
+        index=pd.Index(index, name="step"),
+        copy=False,
+    )
     return frame if filled.all() else frame[filled]
 
 

@@ -24,7 +24,7 @@ NOISE = frozenset(
     listed(
         "train, training, trainer, actor, critic, policy, rollout, rollouts, metric, metrics, env",
         "all, mean, avg, average, mu, step, batch, global, model, stats, stat, data, agg",
-        "aggregate, overall, total, raw, final, task, episode, opt, optim, optimizer, log, logs",
+        "aggregate, overall, total, raw, final, task, episode, ep, opt, optim, optimizer, log, logs",
         "val, value, current, running, smoothed, sampled, per, sample, objective, the, of",
     )
 )
@@ -92,13 +92,25 @@ _HELD_OUT = _spelled(quantity for quantity in QUANTITIES if quantity.held_out)
 
 
 def is_evaluation(key: str) -> bool:
-    """Whether a key is of an evaluation by its words."""
+    """Whether a key is of an evaluation by its words.
+
+    Args:
+        key: of a log, such as "eval_loss" or "val/reward".
+    """
     words = words_of(key)
     return bool(_EVALUATION & set(words)) or words[:1] == ("val",)
 
 
 def by_words(key: str) -> str | None:
-    """The quantity that a key names by its words, None if it names none."""
+    """The quantity that a key names by its words, None if it names none.
+
+    Args:
+        key: of a log, such as "train/mean_reward".
+
+    Returns:
+        The canonical quantity, such as "reward". Words of NOISE do not matter, those of an evaluation ask for a
+        quantity that is held out.
+    """
     words = words_of(key)
     rest = tuple(sorted(word for word in words if word not in NOISE | _EVALUATION))
     if is_evaluation(key):
@@ -130,12 +142,18 @@ def name_columns(
         keys = keys_of(known, quantity.name, logged) if known else ()
         if keys:
             complement = known is not None and quantity.name not in known.keys
-            naming.quantities[quantity.name] = Named(keys=keys, complement=complement)
+            naming.quantities[quantity.name] = Named(
+                keys=keys,
+                complement=complement,
+            )
     if trainer is None:
         _guess(table, naming, mapping)
     for name, key in mapping.items():
         if key != DROPPED:
-            naming.quantities[name] = Named(keys=(key,), reason="named by --map")
+            naming.quantities[name] = Named(
+                keys=(key,),
+                reason="named by --map",
+            )
     return naming
 
 
@@ -181,7 +199,10 @@ def _guess(table: Table, naming: Naming, mapping: Mapping[str, str]) -> None:
         if fitting:
             others = f"; also there: {', '.join(fitting[1:3])}" if len(fitting) > 1 else ""
             reason = f"by its words and values{others}"
-            naming.quantities[name] = Named(keys=(fitting[0],), reason=reason)
+            naming.quantities[name] = Named(
+                keys=(fitting[0],),
+                reason=reason,
+            )
 
 
 def _add_canonical(table: Table, candidates: dict[str, list[str]]) -> None:

@@ -39,6 +39,8 @@ def own_run(folder: Path) -> Table:
     table = Table()
     for row in numbers.to_dict("records"):
         table.add({str(key): value for key, value in row.items() if not np.isnan(value)})
+    if run.status in ("died", "failed", "interrupted"):
+        table.error = f"status {run.status} (run.json)"
     return table
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sharpscope.diagnose.changes import thinned
 from sharpscope.diagnose.quantities import BY_NAME, Quantity
 from sharpscope.diagnose.report import Diagnosis
 from sharpscope.errors import UserError, first_line
@@ -75,12 +76,24 @@ def _section(diagnosis: Diagnosis) -> str:
 
 
 def chart(diagnosis: Diagnosis, name: str) -> str:
-    """The chart of one quantity as SVG, with a vertical line where each finding about it begins."""
+    """The chart of one quantity as SVG, with a vertical line where each finding about it begins.
+
+    Args:
+        diagnosis: of the log.
+        name: canonical quantity.
+
+    Returns:
+        An SVG element; empty if fewer than two values are finite.
+    """
     quantity = BY_NAME[name]
     series = diagnosis.log.finite(name)
     if len(series) < 2:
         return ""
-    steps, values = _thinned(series.index.to_numpy(float), series.to_numpy(float))
+    values, steps = thinned(
+        series.to_numpy(float),
+        series.index.to_numpy(float),
+        POINTS,
+    )
     logarithmic = quantity.log and bool((values > 0).all()) and values.max() > 20 * values.min()
     heights = np.log10(values) if logarithmic else values
     span = (float(series.index[0]), float(series.index[-1]))
@@ -112,7 +125,12 @@ def _marks(diagnosis: Diagnosis, name: str, span: tuple[float, float]) -> str:
     lines = []
     for finding in diagnosis.findings:
         if finding.began.quantity == name and finding.rule.window != 0:
-            (x,) = _scaled(np.array([float(finding.step)]), span, LEFT, WIDTH - RIGHT)
+            (x,) = _scaled(
+                np.array([float(finding.step)]),
+                span,
+                LEFT,
+                WIDTH - RIGHT,
+            )
             color = COLORS[finding.severity]
             title = escape(f"{finding.rule.title}, from step {finding.step}")
             lines.append(
@@ -136,14 +154,3 @@ def _scaled(values: Values, span: tuple[float, float], start: float, end: float)
     low, high = span
     share = (values - low) / (high - low) if high > low else np.full(len(values), 0.5)
     return start + np.clip(share, 0, 1) * (end - start)
-
-
-def _thinned(steps: Values, values: Values) -> tuple[Values, Values]:
-    """At most `POINTS` points: means of as many parts."""
-    if len(values) <= POINTS:
-        return steps, values
-    parts = np.array_split(np.arange(len(values)), POINTS)
-    return (
-        np.array([steps[part].mean() for part in parts]),
-        np.array([values[part].mean() for part in parts]),
-    )

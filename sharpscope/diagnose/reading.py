@@ -19,6 +19,10 @@ _ALSO_HEALTHY = {
     "supervised": ("entropy", "eval_loss", "token_accuracy"),
 }
 """Kind of training -> quantities of which one must have been read before a log is said to show no symptom."""
+_ELSEWHERE = (
+    "If the training does not run any more, nothing in this log explains why it ended. That stands elsewhere: the process's exit "
+    "code (137: killed, mostly for memory), the trainer's stderr (a traceback, CUDA out of memory), the scheduler's time limit, a full disk."
+)
 _SHOWN = {
     "rewards": ("reward", "accuracy"),
     "distillation": ("teacher_kl", "loss"),
@@ -114,6 +118,27 @@ def what_was_read(log: Log) -> list[str]:
     lines.extend(_what_was_not(log))
     lines.extend(log.notes)
     return lines
+
+
+def ending(log: Log, explained: bool) -> str:
+    """How a log ends that ends early: where, with which error, and what would say why; empty of another one.
+
+    Args:
+        log: the run.
+        explained: whether a finding may be why it ended.
+    """
+    last = int(log.frame.index[-1])
+    gaps = np.diff(log.frame.index)
+    early = log.announced > last + (int(np.median(gaps)) if len(gaps) else 1)
+    if not early and not log.error:
+        return ""
+    where = f" of {log.announced:,}" if early else ""
+    said = f"The log ends at step {last:,}{where}"
+    if log.error:
+        return f"{said}; the last thing it says: {log.error}"
+    if explained:
+        return f"{said}."
+    return f"{said}. {_ELSEWHERE}"
 
 
 def _what_was_not(log: Log) -> list[str]:

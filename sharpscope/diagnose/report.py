@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sharpscope.diagnose.changes import Change, changes
 from sharpscope.diagnose.findings import Finding, find, judged, order_of
 from sharpscope.diagnose.logs import Log, read_log, read_logs
 from sharpscope.diagnose.quantities import BY_NAME
-from sharpscope.diagnose.reading import learned, not_judged, too_little, what_was_read
+from sharpscope.diagnose.reading import ending, learned, not_judged, too_little, what_was_read
 from sharpscope.errors import UserError
 from sharpscope.rules.judging import advise
 from sharpscope.rules.measures import Values
@@ -61,10 +61,6 @@ class Diagnosis:
     order: list[Change]  # of the quantities, by step
     causes: tuple[Cause, ...] = ()  # come before the findings
 
-    def with_causes(self, causes: Sequence[Cause]) -> Diagnosis:
-        """The same diagnosis with causes in front of its findings, the likeliest cause first."""
-        return replace(self, causes=tuple(causes))
-
     @property
     def finding(self) -> str:
         """The main finding in one sentence: the first cause, else the first finding."""
@@ -86,6 +82,12 @@ class Diagnosis:
                 f"and no {missing}."
             )
         return f"No symptom in {len(self.log.frame):,} steps; looked at {names}."
+
+    @property
+    def ending(self) -> str:
+        """How a log ends that ends early; empty of another one."""
+        grave = any(f.severity == "critical" or f.rule.name == "memory" for f in self.findings)
+        return ending(self.log, grave or bool(self.causes))
 
     def advice(self, finding: Finding) -> tuple[str, str]:
         """What a finding usually means and what to change, with the trainer's names of the settings."""
@@ -142,6 +144,7 @@ class Diagnosis:
             "steps": [int(log.frame.index[0]), int(log.frame.index[-1])],
             "rows": log.rows,
             "learned": learned(log),
+            "ending": self.ending,
             "findings": [self._finding_dict(finding) for finding in self.findings],
             "order": [
                 vars(change) | {"interval": [change.low, change.high]} for change in self.order
@@ -175,7 +178,10 @@ class Diagnosis:
             if number:
                 lines.append(cause.sentence)
             lines.extend(f"  {detail}" for detail in cause.details)
-        lines.extend([learned(self.log), ""])
+        lines.append(learned(self.log))
+        if self.ending:
+            lines.append(self.ending)
+        lines.append("")
         said = ""
         for finding in self.findings[:MOST]:
             lines.extend(self._finding_lines(finding))
@@ -275,13 +281,18 @@ def _judged(log: Log, look: bool = True) -> Diagnosis:
         steps = "1 step" if count == 1 else f"{count} steps"
         told = " ".join((learned(log), *log.notes))
         raise UserError(f"{log.path}: {steps}; a judgement needs {FEWEST} or more. {told}")
-    return Diagnosis(log, findings, order_of(findings, found)).with_causes(
-        [Cause(sentence=c.sentence, step=c.step, details=c.details) for c in causes]
-    )
+    shown = tuple(Cause(sentence=c.sentence, step=c.step, details=c.details) for c in causes)
+    return Diagnosis(log, findings, order_of(findings, found), shown)
 
 
 def sparkline(values: Values, width: int = 40, log: bool = False) -> str:
-    """Values as at most `width` bars from the smallest to the largest, each a mean; a dot for what is not a number."""
+    """Values as at most `width` bars from the smallest to the largest, each a mean; a dot for what is not a number.
+
+    Args:
+        values: (n,); NaN and infinite ones are dots if a bar has no other.
+        width: most bars.
+        log: whether the heights are those of logarithms.
+    """
     if log and (values > 0).any():
         values = np.log(np.maximum(values, values[values > 0].min()))
     parts = np.array_split(np.asarray(values, dtype=float), max(1, min(width, len(values))))

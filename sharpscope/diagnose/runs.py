@@ -18,7 +18,9 @@ from sharpscope.diagnose.tables import Column, Table
 from sharpscope.diagnose.text import BROKEN, whole
 from sharpscope.errors import UserError, nearest
 
-ENDINGS = frozenset(["jsonl", "json", "csv", "tsv", "log", "txt", "out", "ipynb", "gz", "md"])
+ENDINGS = frozenset(
+    ["jsonl", "json", "csv", "tsv", "log", "txt", "out", "ipynb", "gz", "zip", "md"]
+)
 """Endings of the files of a folder that are looked at."""
 MOST = 40
 """Files of a folder that are read."""
@@ -50,7 +52,12 @@ def sources(path: Path) -> list[Source]:
         from sharpscope.diagnose.own import own_run
 
         return [
-            Source(path=path, table=own_run(path), format="recorded run", framework="sharpscope")
+            Source(
+                path=path,
+                table=own_run(path),
+                format="recorded run",
+                framework="sharpscope",
+            )
         ]
     if not path.is_dir():
         if not path.is_file():
@@ -63,7 +70,12 @@ def _of_file(file: Path, name: str) -> list[Source]:
     content = read_file(file)
     tables = split(content.table)
     return [
-        Source(path=file, table=table, format=content.format, name=run or name)
+        Source(
+            path=file,
+            table=table,
+            format=content.format,
+            name=run or name,
+        )
         for run, table in tables.items()
     ]
 
@@ -208,7 +220,13 @@ def _event_runs(folder: Path, files: Sequence[Path]) -> list[Source]:
             table = events(group)
             path = group[0] if len(group) == 1 else place
             found.append(
-                Source(path=path, table=table, format="TensorBoard events", name=name, notes=notes)
+                Source(
+                    path=path,
+                    table=table,
+                    format="TensorBoard events",
+                    name=name,
+                    notes=notes,
+                )
             )
     if not found:
         raise UserError(f"{folder}: its TensorBoard events hold no scalars")
@@ -254,6 +272,12 @@ def split(table: Table) -> dict[str, Table]:
 
     An export of W&B's charts has columns "run - key", with __MIN and __MAX of the same; other tables say in a column which run a row
     is of.
+
+    Args:
+        table: all rows of a file.
+
+    Returns:
+        Name -> rows, in the order in which the runs first appear.
     """
     runs = table.runs + [""] * (table.count - len(table.runs))
     names = list(dict.fromkeys(name for name in runs if name))
@@ -283,6 +307,11 @@ def split(table: Table) -> dict[str, Table]:
 
 def chosen(found: list[Source], name: str | None, path: Path) -> list[Source]:
     """The run with a name, or all.
+
+    Args:
+        found: all runs of the path.
+        name: what the user asked for; None for all.
+        path: for the message.
 
     Raises:
         UserError: there is no such run.

@@ -56,7 +56,14 @@ def objects_in(text: str) -> list[object]:
 
 
 def rows_of(content: object) -> tuple[Sequence[object], list[int]]:
-    """The longest list of rows in a JSON value, and how many rows each other list has."""
+    """The longest list of rows in a JSON value, and how many rows each other list has.
+
+    Args:
+        content: what `parsed` gave: trainer_state.json, a list of rows, columns, series of points, or objects with such.
+
+    Returns:
+        The rows, and the lengths of the lists that were not taken.
+    """
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         return content["log_history"], []
     logs = sorted(filter(None, _logs(content, 0)), key=len, reverse=True)

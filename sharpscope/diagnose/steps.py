@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sharpscope.diagnose.console import BAR_KEY
+from sharpscope.diagnose.bars import BAR_KEY
 from sharpscope.diagnose.names import by_words, is_evaluation, words_of
 from sharpscope.diagnose.quantities import Gather, listed
 from sharpscope.diagnose.tables import Column, Positions, Table
@@ -20,7 +20,7 @@ STEP_KEYS = (
         "global_step, current_steps, step, Step, steps, training/step, train/step, iteration",
         "Iteration, iter, train/iteration, iterations, update, updates, rollout/step, train_step",
         "training_step, global step, Global Step, optimizer_step, Training Step, training step",
-        "num_updates, rollout_id",
+        "num_updates, rollout_id, episode, batch, training_iteration, time/iterations",
     ),
     BAR_KEY,
 )
@@ -56,7 +56,15 @@ def step_keys(table: Table) -> list[str]:
 
 
 def steps_of(table: Table, named: Iterable[str]) -> Steps:
-    """Choose the step: the key that most of the rows with the keys `named` have, a trainer's before a logger's."""
+    """Choose the step: the key that most of the rows with the keys `named` have, a trainer's before a logger's.
+
+    Args:
+        table: the rows of a run.
+        named: keys whose rows must have a step.
+
+    Returns:
+        The step of each row; counted rows, where no key can be one.
+    """
     rows = table.rows_with(named)
     candidates = {key: table.dense(key) for key in step_keys(table)}
     covered = {
@@ -154,6 +162,12 @@ def gathered(values: Values, groups: Positions, count: int, how: Gather) -> Valu
     """One value for each of `count` steps (count,), from the values (rows,) whose step is number `groups` (rows,).
 
     Values that were not finite make their step's not finite.
+
+    Args:
+        values: (rows,), NaN where a row has none.
+        groups: number of each row's step (rows,).
+        count: steps.
+        how: mean, last, largest or smallest value.
     """
     known = ~np.isnan(values)
     values = values[known]
@@ -176,7 +190,11 @@ def gathered(values: Values, groups: Positions, count: int, how: Gather) -> Valu
 
 
 def per_step(steps: Values) -> int:
-    """Rows of the median step."""
+    """Rows of the median step.
+
+    Args:
+        steps: of each row (rows,), NaN where it is not known.
+    """
     known = steps[np.isfinite(steps)]
     if not len(known):
         return 0
@@ -184,7 +202,11 @@ def per_step(steps: Values) -> int:
 
 
 def resumed_at(steps: Values) -> list[int]:
-    """Steps from which a training was repeated after it had gone further."""
+    """Steps from which a training was repeated after it had gone further.
+
+    Args:
+        steps: of each row (rows,), NaN where it is not known.
+    """
     known = steps[np.isfinite(steps)]
     return [int(known[at]) for at in _falls(known) if known[at] in known[:at]]
 

@@ -32,7 +32,7 @@ NAME_KEYS = frozenset({"name", "metric", "metric_name", "metricName", "key", "ta
 """Keys that name the quantity of a row that has one value."""
 _VALUES = frozenset({"value", "metricValue", "metric_value", "Value"})
 """Keys of that value."""
-_FRACTION = re.compile(r"\s*(\d+)\s*/\s*\d+\s*")
+_FRACTION = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 _WRITTEN = re.compile(
     r"([-+−]?)(?:([1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?)|(\d*[.,]?\d+(?:[eE][-+]?\d+)?))\s?([%kKMBG]?)"
 )
@@ -87,6 +87,8 @@ class Table:
     runs: list[str] = field(default_factory=list)  # run of each row, if the rows say it
     left_out: Counter[str] = field(default_factory=Counter)  # reason -> values
     notes: list[str] = field(default_factory=list)  # how the rows were read, for the report
+    announced: int = 0  # steps that the training was to have, 0 if the log does not say
+    error: str = ""  # what was printed after the last row when the training failed
 
     def add(self, row: Mapping[str, object]) -> None:
         """Append a row: numbers, numbers in text, and nested objects whose keys are joined by "/".
@@ -165,18 +167,17 @@ class Table:
 
     def _of_text(self, key: str, text: str) -> float | None:
         lower = key.lower()
-        if lower in TEXT_KEYS:
-            self.texts.add(lower)
-            return None
-        elif lower in RUN_KEYS:
+        if lower in RUN_KEYS:
             self.runs.extend([""] * (self.count - len(self.runs)))
             self.runs.append(text)
-        if len(text) > 40:
-            return None
-        number = number_of(text)
+        number = number_of(text) if len(text) <= 40 else None
         if number is None:
+            if lower in TEXT_KEYS:
+                self.texts.add(lower)
             # ms-swift's "global_step/max_steps": "240/960"
-            match = _FRACTION.fullmatch(text) if "step" in lower else None
+            match = _FRACTION.fullmatch(text[:40]) if "step" in lower else None
+            if match:
+                self.announced = int(match[2])
             return float(match[1]) if match else None
         return number if -LARGEST < number < LARGEST else NOT_FINITE
 
@@ -198,9 +199,16 @@ class Table:
     def part(self, rows: Flags) -> Table:
         """The table of some of the rows."""
         place = np.cumsum(rows) - 1
-        made = Table(count=int(rows.sum()), texts=self.texts, notes=list(self.notes))
+        made = Table(
+            count=int(rows.sum()),
+            texts=self.texts,
+            notes=list(self.notes),
+        )
         made.left_out = self.left_out.copy()
         made.runs = [run for run, kept in zip(self.runs, rows, strict=False) if kept]
+        if rows[-1:].any():  # otherwise it ends before the log does
+            made.announced = self.announced
+            made.error = self.error
         for key, column in self.columns.items():
             positions = column.rows()
             values = column.numbers()

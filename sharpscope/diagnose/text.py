@@ -7,6 +7,7 @@ import gzip
 import io
 import lzma
 import re
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from pathlib import Path
 from sharpscope.errors import first_line
 from sharpscope.untrusted import LONGEST_LINE, UnreadableError, bound, check_regular, too_large
 
-Bytes = gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | io.BufferedReader
+Bytes = gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | zipfile.ZipExtFile | io.BufferedReader
 """An open file, decompressed or as it is."""
 HEAD = 1 << 22
 """Bytes by which the format of a file is recognized."""
@@ -22,7 +23,7 @@ LARGEST = 500_000_000
 """Largest text that is read at once, after decompression: one JSON value or a notebook [bytes]."""
 LONGEST_TEXT = 2_000_000_000
 """Longest text that is read line by line, after decompression [characters]."""
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError)
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 """What a file raises that cannot be read or whose compression is broken."""
 _MARKS = {
     b"\xef\xbb\xbf": "utf-8-sig",
@@ -40,10 +41,10 @@ XZ_MEMORY = 256 << 20
 
 
 def open_bytes(file: Path) -> Bytes:
-    """A regular file's bytes, decompressed if they are those of gzip, bzip2 or xz.
+    """A regular file's bytes, decompressed if they are those of gzip, bzip2, xz, or a zip of one file.
 
     Raises:
-        UnreadableError: it is a pipe, a device or a folder.
+        UnreadableError: it is a pipe, a device or a folder, or a zip of several files or with a password.
         OSError: it cannot be opened.
         LZMAError: decompressing it would take more than `XZ_MEMORY`.
     """
@@ -58,7 +59,25 @@ def open_bytes(file: Path) -> Bytes:
         # a header may ask for 4 GiB, which the reader of a file would take
         lzma.LZMADecompressor(memlimit=XZ_MEMORY).decompress(start, max_length=1)
         return lzma.LZMAFile(file)
+    if start.startswith(b"PK\x03\x04"):
+        return _zipped(file)
     return file.open("rb")
+
+
+def _zipped(file: Path) -> zipfile.ZipExtFile:
+    """The one file of a zip; folders and what macOS adds do not count."""
+    with zipfile.ZipFile(file) as archive:
+        listed = [name for name in archive.namelist() if not name.endswith("/")]
+        names = [name for name in listed if not name.startswith("__MACOSX")]
+        if len(names) != 1:
+            what = f"is a zip of {len(names)} files; unpack it and give the folder"
+            raise UnreadableError(file, what)
+        try:
+            opened = archive.open(names[0])
+        except (RuntimeError, NotImplementedError) as error:  # a password, an old compression
+            raise UnreadableError(file, f"cannot be unpacked ({first_line(error)})") from error
+        assert isinstance(opened, zipfile.ZipExtFile)
+        return opened
 
 
 def head(file: Path) -> bytes:
@@ -106,12 +125,24 @@ def lines(file: Path, notes: list[str]) -> Iterator[str]:
     largest = bound(LONGEST_TEXT)
     read = 0
     with open_bytes(file) as raw:
-        text = io.TextIOWrapper(raw, encoding_of(start), errors="replace", newline=newline)
+        text = io.TextIOWrapper(
+            raw,
+            encoding_of(start),
+            errors="replace",
+            newline=newline,
+        )
         try:
             while line := text.readline(longest + 1):
                 read += len(line)
                 if len(line) > longest:
-                    raise UnreadableError(file, too_large("a line", len(line), LONGEST_LINE))
+                    raise UnreadableError(
+                        file,
+                        too_large(
+                            "a line",
+                            len(line),
+                            LONGEST_LINE,
+                        ),
+                    )
                 if read > largest:
                     raise UnreadableError(file, too_large("its text", read, LONGEST_TEXT))
                 yield line.rstrip("\r\n")

@@ -41,7 +41,12 @@ def _pattern(key: str) -> re.Pattern[str] | None:
 
 
 def matching(key: str, logged: Mapping[str, str]) -> list[str]:
-    """Keys of a log that a trainer's key means; `logged`: normal form -> key of the log."""
+    """Keys of a log that a trainer's key means.
+
+    Args:
+        key: of a trainer, with "*" for any words.
+        logged: normal form -> key of the log (`forms`).
+    """
     pattern = _pattern(key)
     if pattern is not None:
         return [name for form, name in logged.items() if pattern.fullmatch(form)]
@@ -60,7 +65,13 @@ def trainer_of(logged: Mapping[str, str]) -> Trainer | None:
 
 
 def keys_of(trainer: Trainer, quantity: str, logged: Mapping[str, str]) -> tuple[str, ...]:
-    """The keys of a log that hold a quantity of a trainer, whose values are added up; empty if there are none."""
+    """The keys of a log that hold a quantity of a trainer, whose values are added up; empty if there are none.
+
+    Args:
+        trainer: who wrote the log.
+        quantity: canonical quantity.
+        logged: normal form -> key of the log (`forms`).
+    """
     for alternative in trainer.keys.get(quantity, ()):
         found = [key for written in alternative for key in matching(written, logged)]
         if found:

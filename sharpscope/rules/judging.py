@@ -32,7 +32,13 @@ class Event:
 
 
 def applies(rule: Rule, measured: np.ndarray, threshold: float | None = None) -> np.ndarray:
-    """Whether a rule applies at each step (n,), from its measure (n,); where that is NaN it does not."""
+    """Whether a rule applies at each step (n,), from its measure (n,); where that is NaN it does not.
+
+    Args:
+        rule: the rule.
+        measured: its measure (n,).
+        threshold: in place of the rule's own.
+    """
     limit = rule.threshold if threshold is None else threshold
     return measured <= limit if rule.below else measured >= limit
 
@@ -81,12 +87,27 @@ def judge(
             continue
         measured = rule.measure(arrays)[-1:]
         if applies(rule, measured, limit.threshold).any():
-            meaning, advice = advise(rule, trainer, lr, checkpoint)
+            meaning, advice = advise(
+                rule,
+                trainer,
+                lr,
+                checkpoint,
+            )
             value = float(measured[-1])
             mild = limit.action == "warn" and rule.level(value) == "info"
             severity = "error" if limit.action == "stop" else "info" if mild else "warning"
             text = f"{rule.statistic}: {meaning}; {advice}"
-            events.append(Event(step, name, severity, value, limit.threshold, limit.action, text))
+            events.append(
+                Event(
+                    step,
+                    name,
+                    severity,
+                    value,
+                    limit.threshold,
+                    limit.action,
+                    text,
+                )
+            )
     return events
 
 
@@ -108,6 +129,10 @@ def robust_z(history: Sequence[float], value: float) -> float:
     """Robust z-score (value − median)/(1.4826·MAD) against the last `SPIKE_WINDOW` values of `history`.
 
     NaN with fewer than `SPIKE_LEAST` finite values. If the MAD is zero, 0 at the median and ±inf otherwise.
+
+    Args:
+        history: earlier values, oldest first.
+        value: the present one.
     """
     recent = [v for v in history[-SPIKE_WINDOW:] if math.isfinite(v)]
     if len(recent) < SPIKE_LEAST or not math.isfinite(value):
@@ -122,7 +147,12 @@ def robust_z(history: Sequence[float], value: float) -> float:
 def mismatch(
     logp: NDArray[np.floating], sampler: NDArray[np.floating]
 ) -> dict[str, NDArray[np.float64]]:
-    """QUANTITIES of each token (n,): `outside` (0 or 1), k1, k2, k3 [nats]."""
+    """QUANTITIES of each token (n,): `outside` (0 or 1), k1, k2, k3 [nats].
+
+    Args:
+        logp: the trainer's log-probabilities (n,) [nats].
+        sampler: the sampler's (n,) [nats].
+    """
     x = np.asarray(logp, dtype=np.float64) - np.asarray(sampler, dtype=np.float64)
     ratio = np.exp(x)
     outside = (ratio < BAND[0]) | (ratio > BAND[1])

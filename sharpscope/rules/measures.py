@@ -34,22 +34,52 @@ class OfLastStep(dict[str, Values]):
 
 
 def value(name: str) -> Measure:
-    """The quantity itself."""
+    """The quantity itself.
+
+    Args:
+        name: canonical quantity.
+
+    Returns:
+        A measure in the quantity's own unit.
+    """
     return _of_last(name, 1, lambda x: x)
 
 
 def mean(name: str) -> Measure:
-    """Mean of the quantity over the last WINDOW steps that have it."""
+    """Mean of the quantity over the last WINDOW steps that have it.
+
+    Args:
+        name: canonical quantity; steps that lack it do not count.
+
+    Returns:
+        A measure in the quantity's own unit.
+    """
     return _of_last(name, WINDOW, lambda x: trailing(x, WINDOW))
 
 
 def negative(name: str) -> Measure:
-    """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding and the noise of samples."""
+    """Share of the last WINDOW steps (of at least 5) whose value is negative beyond rounding and the noise of samples.
+
+    Values above −1e-4 count as 0: a KL that is estimated from samples has such values by rounding.
+
+    Args:
+        name: canonical quantity that cannot be negative.
+
+    Returns:
+        A measure in [0, 1].
+    """
     return _of_last(name, WINDOW, lambda x: trailing((x < -1e-4).astype(float), WINDOW, 5))
 
 
 def zero(name: str) -> Measure:
-    """Share of the last WINDOW steps (of at least 5) whose value is exactly 0."""
+    """Share of the last WINDOW steps (of at least 5) whose value is exactly 0.
+
+    Args:
+        name: canonical quantity.
+
+    Returns:
+        A measure in [0, 1].
+    """
     return _of_last(name, WINDOW, _zeros)
 
 
@@ -59,13 +89,27 @@ def _zeros(x: Values) -> Values:
 
 def _of_last(name: str, count: int, of: Callable[[Values], Values], first: int = 0) -> Measure:
     """`of` the known values of one quantity, which needs the `first` and the last `count` of them."""
-    return lambda history: _on_known(history, (name,), of, first, count)
+    return lambda history: _on_known(
+        history,
+        (name,),
+        of,
+        first,
+        count,
+    )
 
 
 def relative(name: str, window: int = WINDOW) -> Measure:
     """Median of the quantity over the last `window` steps, divided by its median in the first EARLY steps.
 
     1 where a step has few groups and the change is within 4 standard errors of medians.
+
+    Args:
+        name: canonical quantity, positive.
+        window: steps of the later median.
+
+    Returns:
+        A measure without unit: 2 for a quantity that has doubled. NaN in the first EARLY steps, and where the
+        quantity began at 0.
     """
 
     def _of(x: Values) -> Values:
@@ -94,7 +138,16 @@ def relative(name: str, window: int = WINDOW) -> Measure:
 
 
 def spike(name: str) -> Measure:
-    """The quantity divided by its median in the 50 steps before; 0 where its logarithm is within 4 robust standard deviations."""
+    """The quantity divided by its median in the 50 steps before; 0 where its logarithm is within 4 robust standard deviations.
+
+    Steps without any advantage have a gradient of another size, and are compared with each other only.
+
+    Args:
+        name: canonical quantity, positive.
+
+    Returns:
+        A measure without unit: 10 for a step of ten times the median. NaN in the first 10 steps.
+    """
 
     def _of(x: Values) -> Values:
         ratio, logs = np.full(len(x), np.nan), np.log(x)
@@ -116,7 +169,16 @@ def spike(name: str) -> Measure:
             for steps in (idle, ~idle)
         )
         return np.where(
-            idle, *(_on_known(part, (name,), _of, depends_on=SPIKE_WINDOW + 1) for part in alike)
+            idle,
+            *(
+                _on_known(
+                    part,
+                    (name,),
+                    _of,
+                    depends_on=SPIKE_WINDOW + 1,
+                )
+                for part in alike
+            ),
         )
 
     return _measure
@@ -137,7 +199,11 @@ def reward_fall(history: History) -> Values:
     """
     last = isinstance(history, OfLastStep)
     many, few = (
-        _on_known(history, ("reward",), lambda y, now=now, best=best: _fall(y, now, best, last))
+        _on_known(
+            history,
+            ("reward",),
+            lambda y, now=now, best=best: _fall(y, now, best, last),
+        )
         for now, best in ((5, WINDOW), (20, SPIKE_WINDOW))
     )
     return _by_groups(history, many, few)
@@ -148,7 +214,13 @@ def _fall(y: Values, recent: int, window: int, last: bool) -> Values:
     out = np.full(len(y), np.nan)
     if len(y) < recent + 1:
         return out
-    best_so_far = np.fmax.accumulate(trailing(y, window, min(3, recent) if recent <= 5 else recent))
+    best_so_far = np.fmax.accumulate(
+        trailing(
+            y,
+            window,
+            min(3, recent) if recent <= 5 else recent,
+        )
+    )
     now = trailing(y, recent, recent)[recent:]
     best = best_so_far[:-recent]
     known = np.minimum(np.arange(recent, len(y)) - recent + 1, window)  # steps of the mean before
@@ -173,7 +245,15 @@ def _fall(y: Values, recent: int, window: int, last: bool) -> Values:
 
 
 def trailing_std(y: Values, window: int) -> Values:
-    """Standard deviation of the last `window` values up to each (n,)."""
+    """Standard deviation of the last `window` values up to each (n,).
+
+    Args:
+        y: values (n,).
+        window: how many of them count.
+
+    Returns:
+        (n,), from √(E[y²] − E[y]²); 0 for the first one.
+    """
     mean_of_squares = trailing(y * y, window)
     square_of_mean = trailing(y, window) ** 2
     return np.sqrt(np.maximum(mean_of_squares - square_of_mean, 0))
@@ -185,6 +265,9 @@ def reward_gap(history: History) -> Values:
     0 otherwise. Both of the last two evaluations must be below, since one is noisy: the smaller distance counts. The mean reward of
     the last 10 steps and that of the last 5 both must be as high as then: a reward that fell with the accuracy is no gap. The scale is
     1 for values in [0, 1], else the reward's standard deviation, or the range of the training's rewards so far.
+
+    Returns:
+        (n,), a share of the scale at steps with an evaluation and NaN at others.
     """
     out = _nothing(history)
     if "accuracy" not in history or "reward" not in history:
@@ -242,6 +325,9 @@ def zero_gradient(history: History) -> Values:
 
     0 where chance explains half of them or more: with one prompt a step, whose completions often get equal rewards, zeros in a row
     are common (`_chance`). 0 as well where the task is solved.
+
+    Returns:
+        (n,), in [0, 1].
     """
     share = _on_known(history, ("grad_norm",), _zeros)
     likely = _by_chance(history, "grad_norm", lambda x: x == 0)
@@ -249,7 +335,11 @@ def zero_gradient(history: History) -> Values:
 
 
 def dead_share(history: History) -> Values:
-    """Mean share of groups with equal rewards over the last WINDOW steps, of single groups over the last 50; 0 for a solved task."""
+    """Mean share of groups with equal rewards over the last WINDOW steps, of single groups over the last 50; 0 for a solved task.
+
+    Returns:
+        (n,), in [0, 1].
+    """
     many = _on_known(history, ("dead_groups",), lambda x: trailing(x, WINDOW))
     single = _on_known(history, ("dead_groups",), lambda x: trailing(x, SPIKE_WINDOW, 20))
     share = _by_groups(history, many, single)
@@ -257,16 +347,33 @@ def dead_share(history: History) -> Values:
 
 
 def lost_gradient(history: History) -> Values:
-    """Share of the last WINDOW steps (of at least 5) whose gradient is exactly 0 although rewards of a group differ."""
+    """Share of the last WINDOW steps (of at least 5) whose gradient is exactly 0 although rewards of a group differ.
+
+    Where the share of groups with equal rewards is logged, it must be below 0.99; where it is not, all
+    of the steps must be such ones, since the rewards of a batch differ even if those of each group do not.
+
+    Returns:
+        (n,), in [0, 1].
+    """
 
     def _of(norm: Values, spread: Values) -> Values:
         return trailing(((norm == 0) & (spread > 0)).astype(float), WINDOW, 5)
 
-    lost = _on_known(history, ("grad_norm", "reward_std"), _of, depends_on=WINDOW)
+    lost = _on_known(
+        history,
+        ("grad_norm", "reward_std"),
+        _of,
+        depends_on=WINDOW,
+    )
     if "dead_groups" not in history:
         # The standard deviation over a batch is positive even if the rewards of each group are equal.
         return np.where(lost >= 1, lost, np.where(np.isnan(lost), np.nan, 0.0))
-    dead = _on_known(history, ("dead_groups",), lambda x: trailing(x, WINDOW), depends_on=WINDOW)
+    dead = _on_known(
+        history,
+        ("dead_groups",),
+        lambda x: trailing(x, WINDOW),
+        depends_on=WINDOW,
+    )
     return np.where(dead < 0.99, lost, np.where(np.isnan(lost), np.nan, 0.0))
 
 
@@ -274,6 +381,9 @@ def constant_reward(history: History) -> Values:
     """Share of the last WINDOW steps whose mean reward is exactly that of the present one.
 
     0 where chance explains it, or the task is solved.
+
+    Returns:
+        (n,), in [0, 1].
     """
 
     def _of(y: Values) -> Values:
@@ -281,7 +391,12 @@ def constant_reward(history: History) -> Values:
         out[: WINDOW // 2 - 1] = np.nan
         return out
 
-    share = _on_known(history, ("reward",), _of, depends_on=WINDOW)
+    share = _on_known(
+        history,
+        ("reward",),
+        _of,
+        depends_on=WINDOW,
+    )
     likely = _by_chance(history, "reward", lambda y: np.append(False, y[1:] == y[:-1]))
     return np.where((share >= 0.5) & (likely | solved(history)), 0.0, share)
 
@@ -322,6 +437,12 @@ def few_groups(history: History) -> Flags:
 
     By the history's `groups`, where that is known. Else by the shares of groups with equal rewards, which are then only 0, 1/2 and 1,
     and at least two of them; without these, if a fifth of the steps and not all have rewards that do not differ.
+
+    Args:
+        history: values by quantity (n,).
+
+    Returns:
+        (n,); False everywhere where nothing tells it.
     """
     if "groups" in history:
         return np.asarray(history["groups"] <= FEW_GROUPS)
@@ -353,6 +474,12 @@ def solved(history: History) -> Flags:
     """Whether the mean reward of the last WINDOW steps is within 10 % of the largest so far, or groups are all right, and it rose.
 
     The largest is 1 for rewards of at most 1.
+
+    Args:
+        history: values by quantity (n,).
+
+    Returns:
+        (n,); False everywhere without a reward.
     """
     none = np.zeros(len(_nothing(history)), dtype=bool)
     if "reward" not in history:
@@ -382,7 +509,11 @@ def solved(history: History) -> Flags:
 
 
 def entropy_rise(history: History) -> Values:
-    """Mean entropy of the last WINDOW steps less its lowest such mean before [nats]; 0 while it is below 1.5 times that."""
+    """Mean entropy of the last WINDOW steps less its lowest such mean before [nats]; 0 while it is below 1.5 times that.
+
+    Returns:
+        (n,), in nats per token.
+    """
 
     def _of(x: Values) -> Values:
         now = trailing(x, WINDOW, EARLY)
@@ -398,6 +529,9 @@ def drift(history: History) -> Values:
     """Change of the entropy since the last step with a gradient, while the gradient is zero [nats]; NaN at other steps.
 
     0 where so many steps without a gradient are likely by chance, as other prompts alone change the entropy.
+
+    Returns:
+        (n,), in nats per token; a step's gradient is known after its entropy, so that the next step's value counts.
     """
     out = _nothing(history)
     if "grad_norm" not in history or "entropy" not in history:
@@ -446,7 +580,13 @@ def policy_change(history: History) -> Values:
 
 
 def ratio_tail(history: History) -> Values:
-    """Largest factor by which trainer and sampler differ in the probability of one token, in either direction."""
+    """Largest factor by which trainer and sampler differ in the probability of one token, in either direction.
+
+    From the largest and the smallest ratio π/μ, or from exp of the largest |ln π − ln μ|.
+
+    Returns:
+        (n,), at least 1.
+    """
     high, low = (history.get(name, _nothing(history)) for name in ("ratio_max", "ratio_min"))
     high, low = (np.where(np.isfinite(x) & (x > 1e-30), x, np.nan) for x in (high, low))
     gap = history.get("mismatch_max", _nothing(history))
@@ -458,6 +598,9 @@ def not_finite(history: History) -> Values:
     """Number of gradient norm, loss, reward, KL and entropy whose logged value is not finite.
 
     A KL or an entropy that was never finite before is not computed by the trainer, rather than lost.
+
+    Returns:
+        (n,), 0 to 5.
     """
     found = []
     for name in ("grad_norm", "loss", "reward", "kl", "entropy"):
@@ -470,7 +613,14 @@ def not_finite(history: History) -> Values:
 
 
 def standing_still(history: History) -> Values:
-    """Of the last step: the steps, if reward, entropy and length are where they began; 0 otherwise."""
+    """Of the last step: the steps, if reward, entropy and length are where they began; 0 otherwise.
+
+    Also the KL to the reference, if it is logged, is below 0.001 nats throughout, and a change of a tenth of the
+    reward could be seen.
+
+    Returns:
+        (n,), in steps; NaN but for the last.
+    """
 
     def _of(reward: Values, entropy: Values) -> Values:
         out = np.full(len(reward), np.nan)
@@ -524,7 +674,11 @@ def flat(name: str) -> Measure:
 
 
 def kl_at_start(history: History) -> Values:
-    """Smallest of the first three KLs to the reference, at the third of them [nats/token]."""
+    """Smallest of the first three KLs to the reference, at the third of them [nats/token].
+
+    Returns:
+        (n,), in nats per token; NaN but for the third step that has a KL.
+    """
 
     def _of(x: Values) -> Values:
         out = np.full(len(x), np.nan)
@@ -539,18 +693,29 @@ def kl_drift(history: History) -> Values:
     """Mean KL to the reference of the last WINDOW steps above its smallest value in the first three steps [nats/token].
 
     The mean is without the largest value: a single outlier is no drift.
+
+    Returns:
+        (n,), in nats per token. Nothing is taken off where the KL began below 0.1.
     """
 
     def _of(x: Values) -> Values:
         lowest = np.minimum.accumulate(x[:3])
         start = np.append(lowest, np.full(len(x) - len(lowest), lowest[-1]))
-        return trailing(x, WINDOW, how=_mean_but_largest) - np.where(start >= 0.1, start, 0.0)
+        return trailing(
+            x,
+            WINDOW,
+            how=_mean_but_largest,
+        ) - np.where(start >= 0.1, start, 0.0)
 
     return _on_known(history, ("kl",), _of)
 
 
 def rises_again(history: History) -> Values:
-    """Held-out loss relative to its lowest value: the smaller of the last two evaluations, both after the lowest one."""
+    """Held-out loss relative to its lowest value: the smaller of the last two evaluations, both after the lowest one.
+
+    Returns:
+        (n,), without unit; 1 where fewer than two evaluations came after the lowest one.
+    """
 
     def _of(x: Values) -> Values:
         out = np.full(len(x), np.nan)
@@ -565,16 +730,29 @@ def rises_again(history: History) -> Values:
 
 
 def saturated(history: History) -> Values:
-    """Margin between chosen and rejected answers where the loss is below 0.01, 0 elsewhere: more of it changes nothing."""
+    """Margin between chosen and rejected answers where the loss is below 0.01, 0 elsewhere: more of it changes nothing.
+
+    Returns:
+        (n,), in units of the implicit reward.
+    """
 
     def _of(margin: Values, loss: Values) -> Values:
         return np.where(loss < 0.01, margin, 0.0)
 
-    return _on_known(history, ("margin", "loss"), _of, depends_on=1)
+    return _on_known(
+        history,
+        ("margin", "loss"),
+        _of,
+        depends_on=1,
+    )
 
 
 def chosen_falls(history: History) -> Values:
-    """How far the chosen answers' implicit reward is below its start, mean of WINDOW steps, while the rejected one's fell, too."""
+    """How far the chosen answers' implicit reward is below its start, mean of WINDOW steps, while the rejected one's fell, too.
+
+    Returns:
+        (n,), in units of the implicit reward; 0 where the rejected one did not fall.
+    """
 
     def _of(chosen: Values, rejected: Values) -> Values:
         down, other = (x[0] - trailing(x, WINDOW, 3) for x in (chosen, rejected))
@@ -584,7 +762,11 @@ def chosen_falls(history: History) -> Values:
 
 
 def implicit_at_start(history: History) -> Values:
-    """Mean implicit reward of chosen and rejected answers in the first of EARLY rows, if none of them is far from it; else 0."""
+    """Mean implicit reward of chosen and rejected answers in the first of EARLY rows, if none of them is far from it; else 0.
+
+    Returns:
+        (n,), in units of the implicit reward; NaN but for row EARLY.
+    """
 
     def _of(chosen: Values, rejected: Values) -> Values:
         level, out = (chosen + rejected) / 2, np.full(len(chosen), np.nan)
@@ -597,7 +779,11 @@ def implicit_at_start(history: History) -> Values:
 
 
 def by_chance_ordered(history: History) -> Values:
-    """Share of pairs that are ordered right, mean of WINDOW steps, from FEW steps on."""
+    """Share of pairs that are ordered right, mean of WINDOW steps, from FEW steps on.
+
+    Returns:
+        (n,), in [0, 1]; NaN in the first FEW − 1 steps.
+    """
 
     def _of(x: Values) -> Values:
         return trailing(x, WINDOW, FEW)
@@ -606,7 +792,11 @@ def by_chance_ordered(history: History) -> Values:
 
 
 def exactly_solved(history: History) -> Values:
-    """Share of the last WINDOW steps without a gradient or with groups of equal rewards, while the task is solved; 0 elsewhere."""
+    """Share of the last WINDOW steps without a gradient or with groups of equal rewards, while the task is solved; 0 elsewhere.
+
+    Returns:
+        (n,), in [0, 1].
+    """
     idle = _nothing(history)
     if "dead_groups" in history:
         idle = _on_known(history, ("dead_groups",), lambda x: trailing(x, WINDOW, 5))
@@ -616,14 +806,28 @@ def exactly_solved(history: History) -> Values:
 
 
 def trend_p(y: Values) -> float:
-    """p-value of Kendall's test for a trend of a series."""
+    """p-value of Kendall's test for a trend of a series.
+
+    Args:
+        y: values (n,).
+
+    Returns:
+        In [0, 1], by the normal approximation.
+    """
     from scipy.stats import kendalltau  # slow to import
 
     return float(kendalltau(np.arange(len(y)), y, method="asymptotic").pvalue)
 
 
 def moved(y: Values) -> float:
-    """Largest distance of the mean of a tenth of a series from that of the first, in standard errors."""
+    """Largest distance of the mean of a tenth of a series from that of the first, in standard errors.
+
+    Args:
+        y: values (n,) in their order.
+
+    Returns:
+        The distance in standard errors of a difference of two such means; infinite if there is no noise.
+    """
     n = max(1, min(len(y) // 2, max(5, round(len(y) / 10))))
     means = np.array([part.mean() for part in np.array_split(y, len(y) // n)])
     gap = float(np.abs(means - means[0]).max())
@@ -632,7 +836,12 @@ def moved(y: Values) -> float:
 
 
 def finite(history: History, name: str) -> Values:
-    """The known and finite values of a quantity (m,); empty if there are none."""
+    """The known and finite values of a quantity (m,); empty if there are none.
+
+    Args:
+        history: values by quantity (n,).
+        name: canonical quantity.
+    """
     found = history.get(name, np.empty(0))
     return found[np.isfinite(found)]
 
@@ -640,7 +849,14 @@ def finite(history: History, name: str) -> Values:
 def trailing(
     x: Values, window: int, least: int = 1, how: Callable[..., Values] = np.nanmean
 ) -> Values:
-    """A statistic of the last `window` values up to each (n,); NaN for the first `least` − 1."""
+    """A statistic of the last `window` values up to each (n,); NaN for the first `least` − 1.
+
+    Args:
+        x: values (n,).
+        window: how many of them count.
+        least: fewest that are needed.
+        how: a statistic of the windows (n, window) along an axis, which leaves out NaN.
+    """
     if not len(x):
         return x.copy()
     out = how(_windows(x, window), axis=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -307,7 +308,7 @@ def test_a_cause_comes_before_the_findings(tmp_path):
     frame.loc[60:, "reward"] = 0.02
     found = diagnose(write(frame.to_dict("records"), tmp_path))
     cause = Cause(sentence="Step 60 was 9 tokens.", step=60, details=("token 7: 40 %",))
-    told = found.with_causes([cause])
+    told = replace(found, causes=(cause,))
     assert told.finding == told.as_dict()["finding"] == "Step 60 was 9 tokens."
     first, detail, *rest = told.text().split("\n")
     assert first.endswith(": Step 60 was 9 tokens.") and detail == "  token 7: 40 %"
@@ -406,3 +407,24 @@ def test_a_command_stands_once_and_the_present_rate_in_brackets(tmp_path):
     assert len(found.findings) > 1 and "(now 0.08)" in found.text()
     commands = [line for line in found.text().split("\n") if line.startswith("  next   ")]
     assert len(commands) == len(set(commands)) < len(found.findings)
+
+
+def test_sampling_from_the_whole_vocabulary_comes_before_the_rewards_it_ruins():
+    steps = np.arange(1, 121)
+    noise = np.random.default_rng(0).normal(0, 0.01, 120)
+    frame = pd.DataFrame(
+        {
+            "reward": np.where(steps < 70, 0.6, 0.02) + noise,
+            "grad_norm": 0.3 * np.exp(5 * noise),
+            "near_uniform": np.where(steps < 60, 0.01, 0.6),
+            "grad_clipped": np.full(120, 0.9),
+            "memory": np.full(120, 0.95),
+        },
+        index=pd.Index(steps, name="step"),
+    )
+    found = find(Log(Path("log"), None, frame), [])
+    first = found[0]
+    assert (first.rule.name, first.step, first.severity) == ("near_uniform", 60, "critical")
+    assert "reward_collapse" in first.explains
+    assert {f.rule.name: f.severity for f in found[1:]}["memory"] == "info"
+    assert found[-1].rule.name == "memory" and found[-1].change.endswith(" 0.95")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from sharpscope.diagnose import diagnose, read_log
 from sharpscope.diagnose.findings import FALSE_ALARMS
@@ -187,3 +189,26 @@ def test_the_page_lists_the_keys_of_each_trainer():
         row = f"| {trainer.name} | {' | '.join(cell or '–' for cell in cells)} |"
         assert row.replace("  ", " ") in rows, row
         assert f"| {trainer.name} | {trainer.source} |" in page, trainer.source
+
+
+LEVELS = {"length": 200.0, "lr": 1e-5, "all_right": 0.25, "all_wrong": 0.125}
+REAL = yaml.safe_load(Path(__file__).with_name("real_keys.yaml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_keys_of_trainers_sources_are_the_quantities_they_hold(name, tmp_path):
+    """Each key that stands in a trainer's source has its quantity, and keys of another meaning have none."""
+    keys = dict(REAL[name]["keys"])
+    others = keys.pop("-")
+    rows = []
+    for step in range(1, 13):
+        row = dict.fromkeys(others, 0.01 * step)
+        row |= {key: LEVELS.get(quantity, 0.5) + step / 1e6 for quantity, key in keys.items()}
+        rows.append(json.dumps({"step": step, **row}))
+    (tmp_path / "log.jsonl").write_text("\n".join(rows))
+    log = read_log(tmp_path / "log.jsonl")
+    assert log.framework == name.split(",")[0]
+    for quantity, key in some(list(keys.items())):
+        assert log.sources[quantity] == (key,), quantity
+    used = {key for sources in log.sources.values() for key in sources}
+    assert used == set(keys.values()) and not log.guesses
