@@ -132,6 +132,7 @@ _when("baseline_of_other_rows", "group_mean", lambda facts: facts["offset"] == 0
 
 _when("reward_constant", "reward_varies")
 _when("cut_rewarded", "cut_reward")
+_when("kl_rewarded", "reward_of_distance")
 _when("wrong_end_token", "special_tokens")
 
 # -- The tokens in the loss
@@ -243,6 +244,12 @@ def stale_sampler(found: Found) -> Facts | None:
     return facts if grows else None
 
 
+@_rule("sampler_follows")
+def lagging_sampler(found: Found) -> Facts | None:
+    """Behind from the second step on, without moving further away."""
+    return None if _shown("stale_sampler", found) else found["sampler_follows"]
+
+
 @_rule("sampler_temperature")
 def sampling_temperature(found: Found) -> Facts | None:
     """A slope from the first step on, at all positions."""
@@ -256,15 +263,16 @@ def sampling_temperature(found: Found) -> Facts | None:
 @_rule("sampler_mismatch")
 def sampler_differs(found: Found) -> Facts | None:
     """A mismatch that none of the other causes explains."""
-    explained = {"equal_prefixes", "sampler_temperature", "trainer_logp"} & found.keys()
-    told = explained or _shown("other_template", found) or _shown("stale_sampler", found)
+    known = {"equal_prefixes", "sampler_temperature", "sampler_follows", "trainer_logp"}
+    told = known & found.keys() or _shown("other_template", found) or _shown("stale_sampler", found)
     return None if told else found["sampler_mismatch"]
 
 
 def _sharper(found: Found) -> Facts | None:
     """The facts of tokens that are less surprising than the policy says, where the sampler's own values do not tell why."""
     facts = found["surprise"]
-    known = found.keys() & {"sampler_temperature", "sampler_mismatch", "common_beginning"}
+    known = found.keys() & {"sampler_follows", "sampler_mismatch", "common_beginning"}
+    known |= found.keys() & {"sampler_temperature"}
     return None if facts["mean"] >= 0 or known else facts
 
 
@@ -286,8 +294,11 @@ def sharper_sampling(found: Found) -> Facts | None:
 def flatter_sampling(found: Found) -> Facts | None:
     """Tokens that are more surprising than the policy says from the first step on, at all positions."""
     facts = found["surprise"]
-    known = {"sampler_mismatch", "common_beginning", "surprise_at_start", "padding_in_loss"}
+    known = {"sampler_mismatch", "sampler_follows", "common_beginning", "padding_in_loss"}
     if found.keys() & {*known, "special_tokens", "first_ratio", "trainer_logp"}:
+        return None
+    start = found.get("surprise_at_start", {"mean": 0.0})
+    if start["mean"] > 3 * facts["mean"]:
         return None
     one = found.get("improbable_tokens", {"same": 0.0})["same"] > 0.5  # a token that was put there
     return None if facts["first"] <= 0 or facts["mean"] <= 0 or one else facts
@@ -350,6 +361,7 @@ _when(
 
 
 _when("accumulation_not_divided", "loss_scale")
+_when("length_twice", "loss_length")
 
 
 _when(  # one layer, whose gradient is not the largest

@@ -146,6 +146,7 @@ def sampler_mismatch(recorded: Recorded) -> Measured | None:
     start = known["position"].to_numpy() == 0
     facts = {
         "first": float(by_step.iloc[0]),
+        "later": float(by_step.iloc[1:].mean()),
         "last": float(by_step.iloc[-1]),
         "at_start": float(size[start].mean()) if start.any() else 0.0,
         "inside": float(size[~start].mean()),
@@ -154,6 +155,16 @@ def sampler_mismatch(recorded: Recorded) -> Measured | None:
         "onset": int(by_step.index[int((by_step > 0.01).to_numpy().argmax())]),
     }
     return Measured(value=float(size.mean()), facts=facts)
+
+
+@identity
+def sampler_follows(recorded: Recorded) -> Measured | None:
+    """Mean |ln μ − ln π| after the first step, where both agree at it; else 0. Precision and kernels differ at every step [nats]."""
+    found = sampler_mismatch(recorded)
+    if found is None or found.facts["steps"] < 4:
+        return None
+    agree = found.facts["first"] < ROUNDING
+    return Measured(value=found.facts["later"] if agree else 0.0, facts=found.facts)
 
 
 @identity

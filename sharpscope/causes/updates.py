@@ -74,13 +74,15 @@ def shares(recorded: Recorded) -> Measured | None:
         return None
     off = (sums - 1).abs()
     entropy = recorded.steps.set_index("step")["entropy_mean"].dropna()
+    few = min(3, len(entropy) // 2)
     facts = {
         "first": float(sums.iloc[0]),
         "first_step": int(sums.index[0]),
         "last": float(sums.iloc[-1]),
         "steps": len(sums),
-        "entropy": [float(entropy.iloc[0]), float(entropy.iloc[-3:].mean())]
-        if len(entropy)
+        # of several steps, since prompts differ
+        "entropy": [float(entropy.iloc[:few].mean()), float(entropy.iloc[-few:].mean())]
+        if few
         else [],
         "step": int(sums.index[int((off > 0.02).to_numpy().argmax())]),
     }
@@ -156,6 +158,14 @@ def update_follows_gradient(recorded: Recorded) -> Measured | None:
     return Measured(value=float(still.mean()), facts=facts)
 
 
+def _weighted(recorded: Recorded) -> pd.DataFrame:
+    """First uses of tokens with `weight` = |c/(A·ratio)|, NaN without an advantage; none where a KL term has a part of c."""
+    tokens = recorded.drawn
+    first = tokens[(tokens["update"] == 0) & tokens["ref_logp"].isna().all()]
+    weight = (first["loss_coef"] / first["advantage"] / first["ratio"]).abs()
+    return first.assign(weight=weight.where(first["advantage"].abs() > 0))
+
+
 @identity
 def loss_scale(recorded: Recorded) -> Measured | None:
     """1 − 1/m where the loss is the sum of the means of m ≥ 2 blocks of rows; else 0.
@@ -163,11 +173,8 @@ def loss_scale(recorded: Recorded) -> Measured | None:
     |c/A| is one over the number of tokens for a mean over tokens, and its sum over a row one over the number of rows for a
     mean over rows: of the update, or of a block of rows where the losses of micro-batches are summed.
     """
-    tokens = recorded.drawn
-    if len(tokens) < FEWEST or tokens["ref_logp"].notna().any():
-        return None
-    first = tokens[tokens["update"] == 0]
-    if (first["advantage"].abs() > 0).sum() < FEWEST:
+    first = _weighted(recorded)
+    if first["weight"].notna().sum() < FEWEST:
         return None
     pieces = {_pieces(part) for _, part in first.groupby("step")}
     m = pieces.pop() if len(pieces) == 1 else 1
@@ -177,9 +184,8 @@ def loss_scale(recorded: Recorded) -> Measured | None:
 def _pieces(tokens: pd.DataFrame) -> int:
     """The number of blocks whose means are summed in one step's loss; 1 where the weights do not tell it."""
     row = np.unique(tokens["rollout"], return_inverse=True)[1]
-    counted = (tokens["advantage"].abs() > 0).to_numpy()
-    scaled = tokens["loss_coef"] / tokens["advantage"] / tokens["ratio"]
-    weight = scaled.abs().to_numpy(float)[counted]
+    counted = tokens["weight"].notna().to_numpy()
+    weight = tokens["weight"].to_numpy(float)[counted]
     rows = row.max() + 1
     by_row = np.bincount(row[counted], weight, minlength=rows)
     for blocks in (1, 2, 4, 8, 16, 32):
@@ -191,6 +197,22 @@ def _pieces(tokens: pd.DataFrame) -> int:
             if len(values) and np.abs(values - 1).max() < 0.01:
                 return blocks
     return 1
+
+
+@identity
+def loss_length(recorded: Recorded) -> Measured | None:
+    """p − 1 where a token's weight |c/A| is length^−p of its row with p > 1; else 0. A mean over tokens has p = 0, one over rows 1."""
+    first = _weighted(recorded)
+    rows = first.groupby(["step", "rollout"])["weight"].agg(["size", "median"])
+    logs = np.log(rows[rows["median"] > 0])
+    logs = logs - logs.groupby("step").transform("mean")
+    x, y = logs["size"].to_numpy(float), logs["median"].to_numpy(float)
+    if len(rows) < FEWEST or x @ x < 1:
+        return None
+    power = -float(x @ y / (x @ x))
+    exact = float(np.abs(y + power * x).max()) < 0.01
+    facts = {"power": power, "step": first_step(first)}
+    return Measured(value=max(0.0, power - 1) if exact else 0.0, facts=facts)
 
 
 @identity

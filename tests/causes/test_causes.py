@@ -210,6 +210,12 @@ def stale(recorded: Recorded) -> Recorded:
     return with_tokens(recorded, behavior_logp=recorded.tokens["logp"] + 0.2 * steps * noise)
 
 
+def lagging(recorded: Recorded) -> Recorded:
+    behind = recorded.tokens["step"] > 1
+    noise = np.random.default_rng(0).normal(size=len(recorded.tokens))
+    return with_tokens(recorded, behavior_logp=recorded.tokens["logp"] + 0.05 * behind * noise)
+
+
 def other_start(recorded: Recorded) -> Recorded:
     first = recorded.tokens["position"] == 0
     logp = recorded.tokens["logp"] - 6.0 * first
@@ -412,6 +418,31 @@ def summed_micro_batches(recorded: Recorded) -> Recorded:
     return with_tokens(recorded, loss_coef=coefficient, kl_coef=math.nan, ref_logp=math.nan)
 
 
+def weighted_by_length(power: float) -> object:
+    def plant(recorded: Recorded) -> Recorded:
+        tokens = recorded.tokens
+        length = tokens.groupby(["step", "rollout"])["token_id"].transform("size")
+        coefficient = -tokens["advantage"] / length**power / (GROUPS * SIZE)
+        return with_tokens(recorded, loss_coef=coefficient, kl_coef=math.nan, ref_logp=math.nan)
+
+    return plant
+
+
+def paid_for_distance(coefficient: float, noise: float = 0.0) -> object:
+    """The reward of even and odd rows plus a multiple of Σ ln π/π_ref, and noise."""
+
+    def plant(recorded: Recorded) -> Recorded:
+        tokens, rows = recorded.tokens, recorded.rollouts
+        gap = (tokens["logp"] - tokens["ref_logp"]).groupby([tokens["step"], tokens["rollout"]])
+        distance = rows.join(gap.sum().rename("gap"), on=["step", "rollout"])["gap"]
+        reward = (rows["rollout"] % 8 < 3) + coefficient * distance
+        return with_rows(
+            recorded, reward=reward + noise * np.random.default_rng(0).normal(size=len(rows))
+        )
+
+    return plant
+
+
 def stopping(recorded: Recorded) -> Recorded:
     late = recorded.updates["step"] >= 4
     moved = recorded.updates["update_norm"].where(~late, 0.0)
@@ -432,6 +463,9 @@ PLANTED = {
     ),
     "accumulation_not_divided": summed_micro_batches,
     "learning_rate_ends": stopping,
+    "lagging_sampler": lagging,
+    "length_twice": weighted_by_length(2),
+    "kl_rewarded": paid_for_distance(0.2),
     "reward_not_finite": infinite,
     "mixed_groups": mixed,
     "equal_completions": equal_rows,
@@ -609,6 +643,32 @@ def test_the_number_of_summed_means_is_counted(healthy, pieces, over):
     planted_loss = {"loss_coef": -tokens["advantage"] / divisor, "kl_coef": math.nan}
     result = check_recorded(with_tokens(healthy, **planted_loss, ref_logp=math.nan))["loss_scale"]
     assert result.facts["pieces"] == pieces and result.value == pytest.approx(1 - 1 / pieces)
+
+
+@pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.0])
+def test_the_power_of_the_length_in_the_loss_is_found(healthy, power):
+    result = check_recorded(weighted_by_length(power)(healthy))["loss_length"]
+    assert result.facts["power"] == pytest.approx(power, abs=1e-9)
+    assert result.value == pytest.approx(max(0.0, power - 1))
+
+
+def test_weights_of_other_kinds_are_no_power_of_the_length(healthy):
+    tokens = weighted_by_length(2)(healthy).tokens
+    uneven = with_tokens(
+        healthy,
+        loss_coef=tokens["loss_coef"] * (1 + 0.1 * (tokens["rollout"] % 3)),
+        ref_logp=math.nan,
+    )
+    assert check_recorded(uneven)["loss_length"].value == 0
+
+
+@pytest.mark.parametrize(
+    ("coefficient", "noise", "value"), [(0.2, 0, 0.2), (0, 0, 0), (-0.2, 0, 0), (0.2, 0.3, 0)]
+)
+def test_the_reward_of_distance_is_exact_and_positive(healthy, coefficient, noise, value):
+    """A penalty is no fault, and a correlation proves nothing."""
+    recorded = paid_for_distance(coefficient, noise)(healthy)
+    assert check_recorded(recorded)["reward_of_distance"].value == pytest.approx(value)
 
 
 # -- What is said
