@@ -11,11 +11,6 @@ from sharpscope.causes.verdict import Verdict
 from sharpscope.traces import Run
 
 
-def check(run: Run) -> list[Result]:
-    """The identities of a run whose columns were recorded, each with its value and whether it holds."""
-    return verdict(run).results
-
-
 def verdict(run: Run) -> Verdict:
     """The identities of a run, and the causes that they show."""
     return Verdict.of(Recorded.of(run))

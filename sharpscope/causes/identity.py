@@ -46,7 +46,6 @@ class Identity:
         statement: what must hold.
         unit: of the value.
         threshold: values above it violate the identity.
-        cheap: whether the live mode checks it after each step.
         healthy: its distribution over healthy runs.
         measure: gives the value, or None where the columns were not recorded or hold too few rows.
     """

@@ -5,7 +5,7 @@ Only what a log can tell is named. A log has means over a step, so most causes n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
@@ -20,12 +20,6 @@ FEW = 5
 """Steps below which a log shows no cause that needs a course."""
 
 _TEXTS = package_yaml("sharpscope.causes", "log.yaml")
-_RULES: list[Callable[[Frame], Facts | None]] = []
-
-
-def _rule(rule: Callable[[Frame], Facts | None]) -> Callable[[Frame], Facts | None]:
-    _RULES.append(rule)
-    return rule
 
 
 def causes_of_log(frame: Frame) -> list[Cause]:
@@ -39,19 +33,9 @@ def causes_of_log(frame: Frame) -> list[Cause]:
 
 
 def _cause(name: str, facts: Facts) -> Cause:
-    texts = _TEXTS[name]
     step = facts.get("step", 1)
-    return Cause(
-        name=name,
-        sentence=texts["sentence"].format_map(facts),
-        step=step if isinstance(step, int) else 1,
-        evidence=texts["evidence"].format_map(facts),
-        show="",
-        wrong="",
-        change=texts["change"].format_map(facts),
-        check=texts["check"],
-        identity="",
-    )
+    said = {part: text.format_map(facts) for part, text in _TEXTS[name].items()}
+    return Cause(name=name, step=step if isinstance(step, int) else 1, **said)
 
 
 def _column(frame: Frame, name: str) -> pd.Series:
@@ -62,7 +46,6 @@ def _parts(frame: Frame) -> list[str]:
     return [str(name) for name in frame if str(name).startswith("rewards/")]
 
 
-@_rule
 def _reward_not_finite(frame: Frame) -> Facts | None:
     reward = _column(frame, "reward")
     bad = reward[~np.isfinite(reward)]
@@ -74,7 +57,6 @@ def _reward_not_finite(frame: Frame) -> Facts | None:
     return {"step": step, "value": float(bad.iloc[0]), "part": f" ({names})" if names else ""}
 
 
-@_rule
 def _zero_learning_rate(frame: Frame) -> Facts | None:
     rate = _column(frame, "lr")
     norm = _column(frame, "grad_norm")
@@ -83,7 +65,6 @@ def _zero_learning_rate(frame: Frame) -> Facts | None:
     return {"steps": len(rate)}
 
 
-@_rule
 def _reward_constant(frame: Frame) -> Facts | None:
     reward = _column(frame, "reward")
     dead = _column(frame, "dead_groups")
@@ -94,7 +75,6 @@ def _reward_constant(frame: Frame) -> Facts | None:
     return {"reward": float(reward.iloc[0]), "steps": len(reward)}
 
 
-@_rule
 def _wrong_end_token(frame: Frame) -> Facts | None:
     cut = _column(frame, "truncated")
     reward = _column(frame, "reward")
@@ -103,7 +83,6 @@ def _wrong_end_token(frame: Frame) -> Facts | None:
     return {"steps": len(cut), "reward": float(reward.head(FEW).mean())}
 
 
-@_rule
 def _stale_sampler(frame: Frame) -> Facts | None:
     gap = _column(frame, "mismatch")
     if len(gap) < FEW or gap.iloc[0] > 0.01 or gap.iloc[-3:].mean() < 0.1:
@@ -113,7 +92,6 @@ def _stale_sampler(frame: Frame) -> Facts | None:
     return facts if trend > 0.6 else None
 
 
-@_rule
 def _reference_differs(frame: Frame) -> Facts | None:
     kl = _column(frame, "kl")
     if len(kl) < FEW or kl.index[0] > 1 or kl.iloc[0] < 0.02:
@@ -121,7 +99,6 @@ def _reference_differs(frame: Frame) -> Facts | None:
     return {"kl": float(kl.iloc[0])}
 
 
-@_rule
 def _reference_moves(frame: Frame) -> Facts | None:
     kl = _column(frame, "kl")
     rate = _column(frame, "lr")
@@ -132,7 +109,6 @@ def _reference_moves(frame: Frame) -> Facts | None:
     return {"steps": len(kl), "largest": float(kl.abs().max())}
 
 
-@_rule
 def _kl_sign(frame: Frame) -> Facts | None:
     kl = _column(frame, "kl")
     loss = _column(frame, "loss")
@@ -145,7 +121,6 @@ def _kl_sign(frame: Frame) -> Facts | None:
     return facts if slope < 0 and r2 > 0.8 else None
 
 
-@_rule
 def _update_too_large(frame: Frame) -> Facts | None:
     entropy = _column(frame, "entropy")
     rate = _column(frame, "lr")
@@ -161,7 +136,6 @@ def _update_too_large(frame: Frame) -> Facts | None:
     return facts | {"lr": float(rate.iloc[0])} if rise > max(0.3, start.iloc[0]) else None
 
 
-@_rule
 def _prompt_scale(frame: Frame) -> Facts | None:
     spread = _column(frame, "reward_std")
     ordered = np.sort(spread[np.isfinite(spread) & (spread > 0)])
@@ -178,7 +152,6 @@ def _prompt_scale(frame: Frame) -> Facts | None:
     return {"step": int(large.index.min()), "steps": steps, "times": max(times, jumps.max())}
 
 
-@_rule
 def _reward_feature(frame: Frame) -> Facts | None:
     parts = _parts(frame)
     if len(parts) < 2 or len(frame) < 3 * FEW:
@@ -186,15 +159,30 @@ def _reward_feature(frame: Frame) -> Facts | None:
     third = len(frame) // 3
     first = frame[parts].iloc[:third].mean()
     last = frame[parts].iloc[-third:].mean()
-    rising = [p for p in parts if last[p] > 2 * first[p] > 0]
-    falling = [p for p in parts if first[p] > 0 and last[p] < first[p] / 2]
-    if not rising or not falling:
-        return None
-    up = rising[0]
-    down = falling[0]
-    return {
-        "up": up.removeprefix("rewards/"),
-        "down": down.removeprefix("rewards/"),
-        "rise": f"{first[up]:.2g} → {last[up]:.2g}",
-        "fall": f"{first[down]:.2g} → {last[down]:.2g}",
-    }
+    facts = {}
+    for name, course, changed in (
+        ("up", "rise", last > 2 * first),
+        ("down", "fall", last < first / 2),
+    ):
+        if not (changed & (first > 0)).any():
+            return None
+        part = str((changed & (first > 0)).idxmax())
+        facts[name] = part.removeprefix("rewards/")
+        facts[course] = f"{first[part]:.2g} → {last[part]:.2g}"
+    return facts
+
+
+_RULES = (
+    _reward_not_finite,
+    _zero_learning_rate,
+    _reward_constant,
+    _wrong_end_token,
+    _stale_sampler,
+    _reference_differs,
+    _reference_moves,
+    _kl_sign,
+    _update_too_large,
+    _prompt_scale,
+    _reward_feature,
+)
+"""In the order of naming."""

@@ -36,23 +36,17 @@ class Cause:
     sentence: str
     step: int
     evidence: str
-    show: str
-    wrong: str
     change: str
     check: str
-    identity: str
+    show: str = ""  # these three are empty for a log
+    wrong: str = ""
+    identity: str = ""
 
     @property
     def details(self) -> tuple[str, ...]:
         """The lines below the sentence."""
-        rows = {
-            "evidence": self.evidence,
-            "show": self.show,
-            "wrong": self.wrong,
-            "change": self.change,
-            "check": self.check,
-        }
-        return tuple(f"{name:<9}{text}" for name, text in rows.items() if text)
+        names = ("evidence", "show", "wrong", "change", "check")
+        return tuple(f"{name:<9}{text}" for name in names if (text := getattr(self, name)))
 
 
 Found = Mapping[str, Facts]
@@ -271,8 +265,8 @@ def sampler_differs(found: Found) -> Facts | None:
 def _sharper(found: Found) -> Facts | None:
     """The facts of tokens that are less surprising than the policy says, where the sampler's own values do not tell why."""
     facts = found["surprise"]
-    known = found.keys() & {"sampler_follows", "sampler_mismatch", "common_beginning"}
-    known |= found.keys() & {"sampler_temperature"}
+    others = {"sampler_temperature", "sampler_mismatch", "sampler_follows", "common_beginning"}
+    known = found.keys() & others
     return None if facts["mean"] >= 0 or known else facts
 
 
@@ -295,10 +289,9 @@ def flatter_sampling(found: Found) -> Facts | None:
     """Tokens that are more surprising than the policy says from the first step on, at all positions."""
     facts = found["surprise"]
     known = {"sampler_mismatch", "sampler_follows", "common_beginning", "padding_in_loss"}
-    if found.keys() & {*known, "special_tokens", "first_ratio", "trainer_logp"}:
-        return None
-    start = found.get("surprise_at_start", {"mean": 0.0})
-    if start["mean"] > 3 * facts["mean"]:
+    known |= {"special_tokens", "first_ratio", "trainer_logp"}
+    start = found.get("surprise_at_start", {"mean": 0.0})["mean"]
+    if found.keys() & known or start > 3 * facts["mean"]:
         return None
     one = found.get("improbable_tokens", {"same": 0.0})["same"] > 0.5  # a token that was put there
     return None if facts["first"] <= 0 or facts["mean"] <= 0 or one else facts
@@ -448,17 +441,8 @@ def _cause(name: str, rule: str, result: Result, facts: Facts, recorded: Recorde
         f"in {healthy.runs} healthy runs this number was at most {healthy.largest:.2g} "
         f"(limit {result.identity.threshold:g})"
     )
-    return Cause(
-        name=name,
-        sentence=texts["sentence"].format_map(values),
-        step=step,
-        evidence=texts["evidence"].format_map(values),
-        show=texts["show"].format_map(values),
-        wrong=wrong,
-        change=changes.format_map(values),
-        check=texts["check"].format_map(values),
-        identity=result.identity.name,
-    )
+    said = {part: text.format_map(values) for part, text in (texts | {"change": changes}).items()}
+    return Cause(name=name, step=step, wrong=wrong, identity=result.identity.name, **said)
 
 
 def _text(value: object) -> object:

@@ -86,9 +86,14 @@ class Recorded:
         return self.info.get("method") in SUPERVISED
 
     @property
+    def _name(self) -> str:
+        """The trainer's name as run.json has it; empty for our own."""
+        return str((self.info.get("trainer") or {}).get("name", ""))
+
+    @property
     def trainer(self) -> str:
         """Whose words an advice uses: trl, loop, verl or sharpscope."""
-        name = str((self.info.get("trainer") or {}).get("name", ""))
+        name = self._name
         if name.startswith("loop"):
             return "loop"
         if "verl" in name.lower():
@@ -103,8 +108,8 @@ class Recorded:
     @property
     def adam(self) -> bool:
         """Whether the optimizer moves each weight by at most about its learning rate."""
-        name = str((self.info.get("trainer") or {}).get("name", ""))
-        return "Adam" in name or "adam" in str(self.arguments.get("optim", "" if name else "adam"))
+        named = self.arguments.get("optim", "" if self._name else "adam")
+        return "Adam" in self._name or "adam" in str(named)
 
     @property
     def weight_decay(self) -> float | None:
@@ -127,20 +132,15 @@ class Recorded:
     @cached_property
     def prefix(self) -> np.ndarray:
         """Of each token in `drawn` a number that two tokens share if their step, group and completion so far are equal."""
-        tokens = self.drawn
-        order = np.lexsort((tokens["position"], tokens["rollout"], tokens["step"]))
-        mixed = tokens["token_id"].to_numpy(np.uint64)[order] + np.uint64(1)
-        place = tokens["position"].to_numpy(np.int64)[order]
+        tokens = self.drawn.sort_values("position", kind="stable")
+        place = tokens["position"].to_numpy(np.int64)
         with np.errstate(over="ignore"):
             powers = np.multiply.accumulate(np.full(place.max() + 1, _BASE, dtype=np.uint64))
-            sums = np.add.accumulate(mixed * powers[place])
-            first = np.maximum.accumulate(np.where(place == place.min(), np.arange(len(place)), 0))
-            sums = sums - sums[first] + (mixed * powers[place])[first]
+            mixed = (tokens["token_id"].to_numpy(np.uint64) + np.uint64(1)) * powers[place]
+            sums = tokens.assign(mixed=mixed).groupby(["step", "rollout"])["mixed"].cumsum()
             group = tokens["step"].to_numpy(np.int64) * 1_000_003 + tokens["group"].fillna(-1)
-            sums = (sums ^ group.to_numpy(np.int64).astype(np.uint64)[order]) * _BASE
-        keys = np.empty_like(sums)
-        keys[order] = sums
-        return keys
+            keys = (sums ^ group.to_numpy(np.int64).astype(np.uint64)) * _BASE
+        return keys.sort_index().to_numpy()
 
     @cached_property
     def beginnings(self) -> pd.DataFrame:

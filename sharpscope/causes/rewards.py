@@ -243,28 +243,24 @@ def cut_reward(recorded: Recorded) -> Measured | None:
 
 @identity
 def reward_of_distance(recorded: Recorded) -> Measured | None:
-    """Reward per nat of Σ ln π/π_ref, or of its mean, where it is the same for a third of the pairs of a group and positive; else 0.
+    """Reward per nat of Σ ln π/π_ref, where it is the same for a third of the pairs of a group and positive; else 0.
 
     Pairs of neighbors in a group: where the rest of their rewards is equal, the quotient of the differences is the coefficient.
     """
     rows, tokens = _scored(recorded), recorded.drawn
-    if len(rows) < FEWEST_ROWS or tokens["ref_logp"].isna().all():
+    if len(rows) < FEWEST_ROWS:
         return None
     gap = (tokens["logp"] - tokens["ref_logp"]).groupby([tokens["step"], tokens["rollout"]])
-    found = rows.join(gap.agg(["sum", "mean"]), on=["step", "rollout"])
-    apart = found.groupby(["step", "group"])[["reward", "sum", "mean"]].diff()
-    apart = apart[apart["sum"].abs() > 0.1]
+    found = rows.join(gap.sum(min_count=1).rename("gap"), on=["step", "rollout"])
+    apart = found.groupby(["step", "group"])[["reward", "gap"]].diff()
+    apart = apart[apart["gap"].abs() > 0.1]
     if len(apart) < FEWEST_ROWS:
         return None
-    best = {"value": 0.0, "alike": 0.0}
-    for of in ("sum", "mean"):
-        slope = apart["reward"] / apart[of]
-        middle = float(slope.median())
-        alike = float(((slope - middle).abs() < 0.01 * middle).mean())
-        if alike > max(1 / 3, best["alike"]):
-            best = {"value": middle, "alike": alike}
-    facts = {"alike": best["alike"], "pairs": len(apart), "step": first_step(rows)}
-    return Measured(value=best["value"], facts=facts)
+    slope = apart["reward"] / apart["gap"]
+    middle = float(slope.median())
+    alike = float(((slope - middle).abs() < 0.01 * middle).mean())
+    facts = {"alike": alike, "pairs": len(apart), "step": first_step(rows)}
+    return Measured(value=middle if alike > 1 / 3 else 0.0, facts=facts)
 
 
 @identity

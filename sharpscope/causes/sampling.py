@@ -276,6 +276,7 @@ def special_tokens(recorded: Recorded) -> Measured | None:
     inside = tokens[tokens["token_id"].isin(odd)]
     cut = float(recorded.rollouts["truncated"].astype(float).mean())
     counts = inside["token_id"].value_counts()
+    rows = [len(part.drop_duplicates(["step", "rollout"])) for part in (inside, tokens)]
     facts = {
         "cut": cut,
         "token": words.special[int(counts.index[0])] if len(counts) else "",
@@ -283,6 +284,4 @@ def special_tokens(recorded: Recorded) -> Measured | None:
         "step": first_step(inside),
         "share": len(inside) / len(tokens),
     }
-    rows = len(inside[["step", "rollout"]].drop_duplicates())
-    share = rows / len(tokens[["step", "rollout"]].drop_duplicates())
-    return Measured(value=share if cut > 0.9 else 0.0, facts=facts)
+    return Measured(value=rows[0] / rows[1] if cut > 0.9 else 0.0, facts=facts)

@@ -161,7 +161,7 @@ def update_follows_gradient(recorded: Recorded) -> Measured | None:
 def _weighted(recorded: Recorded) -> pd.DataFrame:
     """First uses of tokens with `weight` = |c/(A·ratio)|, NaN without an advantage; none where a KL term has a part of c."""
     tokens = recorded.drawn
-    first = tokens[(tokens["update"] == 0) & tokens["ref_logp"].isna().all()]
+    first = tokens[tokens["update"] == 0] if tokens["ref_logp"].isna().all() else tokens.iloc[:0]
     weight = (first["loss_coef"] / first["advantage"] / first["ratio"]).abs()
     return first.assign(weight=weight.where(first["advantage"].abs() > 0))
 
@@ -201,10 +201,10 @@ def _pieces(tokens: pd.DataFrame) -> int:
 
 @identity
 def loss_length(recorded: Recorded) -> Measured | None:
-    """p − 1 where a token's weight |c/A| is length^−p of its row with p > 1; else 0. A mean over tokens has p = 0, one over rows 1."""
+    """The power p − 1 where a token's weight |c/A| is length^−p of its row with p > 1; else 0. A mean over tokens has p = 0, one over rows 1."""
     first = _weighted(recorded)
     rows = first.groupby(["step", "rollout"])["weight"].agg(["size", "median"])
-    logs = np.log(rows[rows["median"] > 0])
+    logs = rows[rows["median"] > 0].transform(np.log)
     logs = logs - logs.groupby("step").transform("mean")
     x, y = logs["size"].to_numpy(float), logs["median"].to_numpy(float)
     if len(rows) < FEWEST or x @ x < 1:

@@ -6,7 +6,6 @@ the loop gave, in a second forward pass with hooks, and in the coefficients of t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,19 +122,22 @@ def watched(model: nn.Module, present: Tensor, found: list[str]) -> Iterator[Non
         """Note the first value that is not finite, and what it was made of."""
         if found:
             return
-        given = [x for x in inputs if isinstance(x, Tensor) and x.is_floating_point()]
-        entered = next((at for x in given if (at := _first_bad(x, present))), None)
-        at = entered or _first_bad(output, present)
+        entered = next((x for x in inputs if _first_bad(x, present)), None)
+        made = output if entered is None else entered
+        at = _first_bad(made, present)
         if at is None:
             return
-        made = given[0] if entered else output
         what = f"{name} ({type(module).__name__})"
-        if entered:
-            what = f"what enters {what} is not finite, though every module before it gives finite values"
+        if entered is None:
+            sizes = [
+                float(x.abs().max())
+                for x in inputs
+                if isinstance(x, Tensor) and x.is_floating_point()
+            ]
+            what = f"{what} gives a value that is not finite from finite input of size up to {max(sizes, default=0.0):.3g}"
         else:
-            largest = max((float(x.abs().max()) for x in given), default=math.nan)
-            what = f"{what} gives a value that is not finite from finite input of size up to {largest:.3g}"
-        if isinstance(made, Tensor) and made.dtype == torch.float16:
+            what = f"what enters {what} is not finite, though every module before it gives finite values"
+        if getattr(made, "dtype", None) == torch.float16:
             what = f"float16 overflow (the largest is 65504): {what}"
         place = f", row {at[0]}, position {at[1]}" if len(at) == 2 else ""
         found.append(what + place)
