@@ -35,10 +35,11 @@ def advantage_sign(recorded: Recorded) -> Measured | None:
     wrong = (policy[counted] * chosen["advantage"]) > 0
     by_row = wrong.groupby(chosen["rollout"]).mean()
     rows = [int(row) for row in by_row.index[by_row > 0.5]]
+    inside = chosen["rollout"].isin(rows)
     facts = {
         "rows": rows,
-        "inside": float(wrong[chosen["rollout"].isin(rows)].mean()) if rows else 0.0,
-        "outside": float(wrong[~chosen["rollout"].isin(rows)].mean()),
+        "inside": float(wrong[inside].mean()),
+        "outside": float(wrong[~inside].mean()),
         "all": len(rows) == len(by_row),
         "step": first_step(chosen[wrong]),
     }

@@ -56,29 +56,23 @@ def first_not_finite(
         micro: index of the micro-batch.
     """
     places = []
-    for name, value in values.items():
-        bad = ~torch.isfinite(value.detach().float())
-        if not bool(bad.any()):
-            continue
-        wide = bad if bad.dim() > 1 else bad[:, None]
-        inside = torch.ones_like(wide)
-        if mask is not None and bad.dim() > 1:
-            inside = mask[:, -wide.shape[1] :].bool().to(wide.device)
-        counted = wide & inside
-        masked = not bool(counted.any())
-        row, position = (int(x) for x in torch.nonzero(wide if masked else counted)[0])
-        found = value[row] if value.dim() == 1 else value[row, position]
-        places.append(
-            Place(
+    for name, given in values.items():
+        value = given.detach().float().reshape(len(given), -1)
+        bad = inside = ~torch.isfinite(value)
+        if mask is not None and given.dim() > 1:
+            inside = bad & mask[:, -bad.shape[1] :].bool().to(bad.device)
+        masked = not bool(inside.any())
+        for row, position in torch.nonzero(bad if masked else inside)[:1].tolist():
+            place = Place(
                 micro=micro,
                 name=name,
                 row=row,
-                position=position if value.dim() > 1 else -1,
-                value=float(found),
+                position=position if given.dim() > 1 else -1,
+                value=float(value[row, position]),
                 masked=masked,
-                count=int(wide.sum()),
+                count=int(bad.sum()),
             )
-        )
+            places.append(place)
     return places
 
 
