@@ -207,6 +207,8 @@ def other_template(found: Found) -> Facts | None:
     if "trainer_logp" in found:  # what is recorded is not what the trainer computes
         return None
     mismatch = found.get("sampler_mismatch")
+    if facts["mean"] < 3 * found.get("surprise", {"mean": 0.0})["mean"]:
+        return None  # a sampler that is flatter everywhere
     if "common_beginning" in found and found["common_beginning"]["tokens"] >= 2:
         return None
     if mismatch is not None and mismatch["at_start"] < 3 * mismatch["inside"]:
@@ -290,8 +292,7 @@ def flatter_sampling(found: Found) -> Facts | None:
     facts = found["surprise"]
     known = {"sampler_mismatch", "sampler_follows", "common_beginning", "padding_in_loss"}
     known |= {"special_tokens", "first_ratio", "trainer_logp"}
-    start = found.get("surprise_at_start", {"mean": 0.0})["mean"]
-    if found.keys() & known or start > 3 * facts["mean"]:
+    if found.keys() & known or _shown("other_template", found):
         return None
     one = found.get("improbable_tokens", {"same": 0.0})["same"] > 0.5  # a token that was put there
     return None if facts["first"] <= 0 or facts["mean"] <= 0 or one else facts

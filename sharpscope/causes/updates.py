@@ -177,7 +177,7 @@ def loss_scale(recorded: Recorded) -> Measured | None:
     first = _weighted(recorded)
     if first["weight"].notna().sum() < FEWEST:
         return None
-    pieces = {_pieces(part) for _, part in first.groupby("step")}
+    pieces = {_pieces(part) for _, part in first.groupby("step") if part["weight"].notna().any()}
     m = pieces.pop() if len(pieces) == 1 else 1
     return Measured(value=1 - 1 / m, facts={"pieces": m})
 

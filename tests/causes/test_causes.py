@@ -645,6 +645,22 @@ def test_the_number_of_summed_means_is_counted(healthy, pieces, over):
     assert result.facts["pieces"] == pieces and result.value == pytest.approx(1 - 1 / pieces)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flatter_sampler_is_told_wherever_it_shows_most(seed):
+    flat = planted.healthy(seed, sharp=0.6)
+    assert named(with_tokens(flat, behavior_logp=math.nan))[:1] == ["flatter_sampling"]
+
+
+def test_a_step_without_advantages_tells_nothing_of_the_scale(healthy):
+    summed = summed_micro_batches(healthy)
+    idle = summed.tokens["step"] == 3
+    advantage = summed.tokens["advantage"].mask(idle, 0.0)
+    silent = with_tokens(
+        summed, advantage=advantage, loss_coef=summed.tokens["loss_coef"].mask(idle, 0.0)
+    )
+    assert check_recorded(silent)["loss_scale"].facts["pieces"] == 2
+
+
 @pytest.mark.parametrize("power", [0.0, 1.0, 2.0, 3.0])
 def test_the_power_of_the_length_in_the_loss_is_found(healthy, power):
     result = check_recorded(weighted_by_length(power)(healthy))["loss_length"]
