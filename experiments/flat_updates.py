@@ -1,6 +1,6 @@
 """Four ways to a flatter policy in one update each: weights by effect, the same weights shuffled, SAM and two gradient penalties.
 
-    python -m experiments.flat_updates [--model math] [--seeds 3,4,5] [--batches 6]
+    python -m experiments.flat_updates [--model math] [--seeds 3,4,5] [--batches 6] [--lr 1e-4]
 
 From one state for each seed (AdamW's moments of four batches of plain GRPO) every arm makes its update on the same completions, which
 is then scaled to the KL of plain GRPO's. SAM sharpness of the expected failure, the failure itself and the entropy are measured on
@@ -43,12 +43,13 @@ class Independent(Measure):
         return super().fixed("heldout", 2 * batch + (1 if split == "train" else 0))
 
 
-def start_of(model: str, seed: int) -> Start:
+def start_of(model: str, seed: int, lr: float) -> Start:
     """A state of the policy from which the updates are made."""
     values: dict[str, Any] = {
         "policy.model": f"embedded:{model}",
         "task.kind": model,
         "seed": seed,
+        "optimizer.lr": lr,
         "update.mini_batches": 1,
         "steps": 1000,  # a constant learning rate over the batches
     }
@@ -112,6 +113,7 @@ def main() -> None:
     parser.add_argument("--model", default="math", help="an embedded policy")
     parser.add_argument("--seeds", default="3,4,5")
     parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of the update")
     options = parser.parse_args()
     torch.set_num_threads(1)
     spec = ForkSpec(
@@ -123,7 +125,7 @@ def main() -> None:
     )
     frames = []
     for seed in map(int, options.seeds.split(",")):
-        start = start_of(options.model, seed)
+        start = start_of(options.model, seed, options.lr)
         frames.append(measured(start, spec, seed))
     rows = pd.concat(frames)
     changes = {outcome: differences(rows, outcome) for outcome in OUTCOMES}
