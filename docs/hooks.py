@@ -66,11 +66,10 @@ RUN, PAIR, REFERENCE = "data/example/sums", "tests/data/pair", "data/reference"
 SOURCES = {
     **dict.fromkeys(("token_steps", "layer_steps"), RUN),
     **dict.fromkeys(("gradient_norm", "lorenz", "weights", "distribution", "sharpness"), PAIR),
-    **dict.fromkeys(
-        ("trajectories", "ablation", "people", "paired", "forest", "spectrum", "slices"), REFERENCE
-    ),
+    **dict.fromkeys(("trajectories", "ablation", "people", "paired", "forest"), REFERENCE),
     **dict.fromkeys(("rotation", "rotation_map"), "docs/data/rotations.csv"),
-    **{"plane": "docs/data/plane.csv", "removal": "experiments/attribution/removal_math.csv"},
+    **{name: f"docs/data/{name}.csv" for name in ("plane", "spectrum", "slices")},
+    "removal": "experiments/attribution/removal_math.csv",
     # of `sharpscope rotate RUN --plot`, with a run of grpo-sg on the embedded policy knights_knaves
     "weight_functions": "docs/data/weights.csv",
     "log": "tests/diagnose/logs.csv",

@@ -167,9 +167,8 @@ def gap_of_run(run: Run) -> pd.DataFrame:
             "success": float(run.rollouts.loc[run.rollouts["step"] == step, "correct"].mean()),
             "lr": lr,
         }
-        rows.append(
-            row | {"critical_lr": float(probed.get("critical_lr", math.nan)), "gap_lr": bound}
-        )
+        sharpness = float(probed.get("critical_sharpness", math.nan))
+        rows.append(row | {"critical_lr": 2 / sharpness, "gap_lr": bound})
     return pd.DataFrame(rows)
 
 

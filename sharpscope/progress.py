@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+Tell = Callable[[str], None]
+"""Prints a line on what is done or will be."""
 WORTH_SAYING = 20.0
 """Estimates below this are not said [s]."""
 
@@ -26,10 +29,19 @@ class Remaining:
         if made <= 0:
             return ""
         seconds = (time.monotonic() - self._began) / made * (self._total - done)
-        if seconds < WORTH_SAYING:
-            return ""
-        return (
-            f"  about {seconds:.0f} s left"
-            if seconds < 90
-            else f"  about {seconds / 60:.0f} min left"
-        )
+        return f"  {duration(seconds)} left" if seconds >= WORTH_SAYING else ""
+
+
+def tell_price(tell: Tell, what: str, seconds: float) -> None:
+    """Say how long something will take at most, where that is worth saying."""
+    if seconds >= WORTH_SAYING:
+        tell(f"{what}: at most {duration(seconds)}")
+
+
+def silent(line: str) -> None:
+    """A `Tell` that prints nothing."""
+
+
+def duration(seconds: float) -> str:
+    """A time in words: `"about 40 s"`, `"about 4 min"`."""
+    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"

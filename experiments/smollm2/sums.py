@@ -1,7 +1,7 @@
 """The task of `sums.yaml`: sums of two numbers from 10 to 99 after three worked examples; a completion ends with its line.
 
 sharpscope run experiments/smollm2/sums.yaml
-python -m experiments.smollm2.sums > sums.jsonl    # the same questions as a file of prompts and answers
+python -m experiments.smollm2.sums > sums.jsonl    # the same questions as a file, with right completions
 """
 
 from __future__ import annotations
@@ -54,4 +54,6 @@ def ask(a: int, b: int) -> Example:
 
 if __name__ == "__main__":
     for example in sums().splits()["train"]:
-        print(json.dumps({"prompt": example.prompt, "answer": example.answer}))
+        row = {"prompt": example.prompt, "answer": example.answer}
+        # a completion ends with its line, not with an end-of-text token
+        print(json.dumps(row | {"completion": f" {example.answer}\n", "truncated": True}))

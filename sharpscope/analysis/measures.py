@@ -6,15 +6,16 @@ Such a frame has a row for each setting, seed and step, with half of an interval
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import per_run
-from sharpscope.analysis.text import number, real
+from sharpscope.analysis.text import WIDE, ends_text, number, real, value_text
 from sharpscope.traces import MAX_SATURATION, Run
 
 GREEDY, SAMPLED = 0.0, 1.0
@@ -325,8 +326,12 @@ STEPS = {
 """Columns of `steps`, and `mismatch` (from the tokens), in the order in which they are shown."""
 SHARPNESS = {
     "sam": "SAM sharpness",
+    "sam_cross_fitted": "cross-fitted SAM sharpness",
+    "average": "average sharpness",
     "largest": "largest Hessian eigenvalue",
+    "along_update": "curvature along the update",
     "critical_sharpness": "critical sharpness",
+    "relative_critical_sharpness": "relative critical sharpness",
 }
 """Measures of the loss surface that are shown along training."""
 CRITICAL = ("critical_sharpness", "critical_threshold")
@@ -372,8 +377,9 @@ def accuracy_values(run: Run) -> pd.DataFrame:
 def sharpness_rows(run: Run) -> pd.DataFrame:
     """The estimates of SHARPNESS that are shown: all parameters, training half of the probe set, converged.
 
-    Rows of `probes` with `measure` (the quantity with its functional and radius), `half` of its 95 % interval over prompts (not
-    of critical sharpness, which is of the update's own prompts), and `saturation`.
+    Rows of `probes` with `measure` (the quantity with its functional, radius and number of prompts: values of different numbers
+    are not compared), `half` of its 95 % interval over prompts, the ends `low` and `high` of it, also where it is not symmetric, `text` with the
+    value and the interval, and `saturation`. Critical sharpness of an update's own prompts has no interval.
     """
     rows = run.probes
     shown = rows["value"].notna() & ~rows["converged"].isin([False])
@@ -381,22 +387,44 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     shown &= ~rows["probe_set"].fillna("").str.contains("/heldout@")
     rows = rows[shown]
     measures, saturation = [], []
-    places = rows[["step", "quantity", "functional", "rho"]]
-    for step, quantity, functional, rho in places.itertuples(index=False, name=None):
-        radius = float(f"{real(rho):.9g}")
-        name = SHARPNESS[quantity]
-        name += "" if quantity == CRITICAL[0] else f" of {functional}"
-        name += f", radius {radius:.3g}" if math.isfinite(radius) else ""
+    for row in rows.to_dict("records"):
         full = math.nan
-        if quantity == "sam":
-            full = sharpness(run, "sam", functional)["saturation"].get((step, radius), math.nan)
-        measures.append(name)
+        if row["quantity"] == "sam":
+            place = row["step"], float(f"{real(row['rho']):.9g}")
+            full = sharpness(run, "sam", row["functional"])["saturation"].get(place, math.nan)
+        measures.append(_measure_name(row))
         saturation.append(full)
-    errors = rows["prompt_std_error"].mask(rows["quantity"] == CRITICAL[0])
-    half = Z * known(errors)
-    rank = rows["quantity"].map(list(SHARPNESS).index)
-    rows = rows.assign(measure=measures, half=half, saturation=saturation, rank=rank)
+    # traces of version 0.3 have an error of critical sharpness, which covers too little
+    half = Z * known(rows["prompt_std_error"].mask(rows["quantity"].str.endswith(CRITICAL[0])))
+    ends = rows.reindex(columns=["low", "high"]).mask(rows["quantity"] == CRITICAL[0])
+    value = known(rows["value"])
+    low, high = (known(ends[name]) for name in ends)
+    skew = np.isnan(half) & ~np.isnan(low)
+    rows = rows.assign(
+        measure=measures,
+        half=half,
+        low=np.where(skew, low, value - half),
+        high=np.where(skew, high, value + half),
+        text=[
+            ends_text(*each) if one else value_text(each[0], error, WIDE)
+            for one, error, *each in zip(skew, half, value, low, high, strict=True)
+        ],
+        saturation=saturation,
+        rank=rows["quantity"].map(list(SHARPNESS).index),
+    )
     return rows.sort_values(["rank", "measure", "step"], kind="stable")
+
+
+def _measure_name(row: Mapping[Any, Any]) -> str:
+    """`SAM sharpness of nll, radius 0.05, 200 prompts`; that of an update's own batch is `critical sharpness`."""
+    name, quantity = SHARPNESS[row["quantity"]], row["quantity"]
+    if quantity == CRITICAL[0]:
+        return name
+    radius, prompts = real(row["rho"]), real(row["prompts"])
+    words = [f"{name} of {row['functional']}".replace("_", " ")]
+    words += [f"radius {radius:.3g}"] if math.isfinite(radius) else []
+    words += [f"{prompts:.0f} prompts"] if math.isfinite(prompts) else []
+    return ", ".join(words)
 
 
 def critical_text(estimates: pd.DataFrame) -> str:

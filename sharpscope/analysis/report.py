@@ -39,6 +39,7 @@ from sharpscope.analysis.statistics import FEW_PAIRS, FEWEST, NO_COLLAPSE, serie
 from sharpscope.analysis.study import Setting, Study, flat, per_run, studies
 from sharpscope.analysis.summary import facts_of, verdict
 from sharpscope.analysis.text import (
+    WIDE,
     change_text,
     interval_text,
     method_label,
@@ -347,16 +348,17 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
                 "measure": measure,
                 "setting": method_label(str(label)),
                 "steps": " and ".join(steps),
-                "at the first": value_text(*over_seeds(several[["first", "first_half"]])),
-                "at the last": value_text(*over_seeds(several[["last", "last_half"]])),
+                "at the first": _value_text(several, "first"),
+                "at the last": _value_text(several, "last"),
                 "change": change_text(*over_seeds(several[["change", "change_half"]])),
                 "of the possible rise": percent(worst) + full if worst >= 0 else "–",
             }
             rows.append(cells)
     frame = _dense(pd.DataFrame(rows))
     note = (
-        "Rise of the loss within the radius (SAM), eigenvalue, or 2 / critical learning rate. ±: 95 % interval over prompts or seeds; "
-        "critical sharpness is of the update's own batch and has none."
+        "Rise of the loss within the radius (SAM; its value for many prompts lies between plain and cross-fitted), eigenvalue, or 2 / "
+        "critical learning rate. ± or [ ]: 95 % interval over prompts or seeds; critical sharpness is of the update's own batch and has "
+        "none, relative critical sharpness is of other prompts."
     )
     if "of the possible rise" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
@@ -377,13 +379,23 @@ def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
             "first_step": first["step"],
             "first": first["value"],
             "first_half": first["half"],
+            "first_text": first["text"],
         }
-        again = dict.fromkeys(("last_step", "last", "last_half", "change", "change_half"), math.nan)
+        again = dict.fromkeys(
+            ("last_step", "last", "last_half", "last_text", "change", "change_half"), math.nan
+        )
         if rows["step"].nunique() > 1:
             change, half = _paired(run, rows)
             again = {"last_step": last["step"], "last": last["value"], "last_half": last["half"]}
-            again |= {"change": change, "change_half": half}
+            again |= {"change": change, "change_half": half, "last_text": last["text"]}
         yield ends | again
+
+
+def _value_text(rows: pd.DataFrame, end: str) -> str:
+    """The mean over seeds of the first or the last estimates, with its interval; of one run the run's own."""
+    if len(rows) == 1:
+        return str(rows[f"{end}_text"].fillna("–").iloc[0])
+    return value_text(*over_seeds(rows[[end, f"{end}_half"]]), WIDE)
 
 
 def _span(steps: pd.Series) -> str:
@@ -404,6 +416,8 @@ def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
     start, end = ends["value"].astype(float)
     values = _prompt_values(run)
     first, last = (values.get(key, {}) for key in _estimate_keys(ends))
+    if ends["low"].notna().any() and ends["half"].isna().all():
+        return math.nan, math.nan  # how far the ends of two such intervals can differ is not known
     if len(first) < 2 or set(first) != set(last):
         return end - start, math.nan
     each = np.array([last[prompt] - first[prompt] for prompt in first])

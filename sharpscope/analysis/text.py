@@ -103,12 +103,21 @@ def interval_text(value: float, half: float, sign: bool = False) -> str:
 
 
 UNSURE = "not measured well enough (error larger than the value)"
+WIDE = "error > value"  # the same in a table
 SAME = "not distinguishable"
 
 
 def value_text(value: float, half: float, unsure: str = UNSURE) -> str:
     """`interval_text` of a value that can be told from 0; `unsure` of another."""
     return unsure if half > abs(value) else interval_text(value, half)
+
+
+def ends_text(value: float, low: float, high: float) -> str:
+    """A value with an interval that is not symmetric; only the ends where the interval is wider than the value."""
+    if math.isinf(high):
+        return f"at least {number(low)}"
+    ends = f"{number(low)} to {number(high)}"
+    return ends if max(value - low, high - value) > value else f"{number(value)} [{ends}]"
 
 
 def change_text(change: float, half: float) -> str:

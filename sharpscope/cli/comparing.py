@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
-from sharpscope.cli.console import Json, print_json, print_sections, say
+from sharpscope.cli.console import Json, PromptFormat, print_json, print_sections, say, tell
 from sharpscope.cli.probing import SEED, short_names
 
 if TYPE_CHECKING:
+    import numpy as np
     import pandas as pd
 
     from sharpscope.policy import Policy
-    from sharpscope.surface import Estimate, Objective
+    from sharpscope.surface import Estimate, ProbeBatch
+
+    Numbers = Sequence[float] | pd.Series | np.ndarray
 
 ENOUGH = 200  # prompts from which sharpness has little bias; docs/explanations/sharpness.md
-CURVATURE_PROMPTS = 32
 
 
 def compare(
@@ -32,10 +35,11 @@ def compare(
         Option(help="Task whose held-out prompts both answer: a kind, or module:function."),
     ] = None,
     prompts: Annotated[int, Option(min=2, help="Prompts of the data, and held-out ones.")] = 200,
+    curvature_prompts: Annotated[
+        int, Option(min=0, help="Prompts of the data for the curvature; 0: no curvature.")
+    ] = 32,
     max_new_tokens: Annotated[int, Option(min=1, help="Length of an answer to the task.")] = 192,
-    prompt_format: Annotated[
-        str, Option(help="As in the training: auto (chat where there is a template), chat, plain.")
-    ] = "auto",
+    prompt_format: PromptFormat = "auto",
     out: Annotated[Path | None, Option(help="Folder that is written. Default: compare.")] = None,
     json: Json = False,
 ) -> None:
@@ -70,7 +74,16 @@ def compare(
     )
     kept = rows["prompt"].drop_duplicates()[:prompts]
     batch = text_batches(first, rows[rows["prompt"].isin(kept)], label=data.stem)[0]
-    tables, said = _measured(first, second, names, batch.objectives[0])
+    tables, said = dict[str, pd.DataFrame](), list[str]()
+
+    def keep(name: str, table: pd.DataFrame, sentences: Iterable[str]) -> None:
+        """Write a table, so that an interruption does not lose it, and remember what it says."""
+        tables[name] = table
+        out.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(out / f"{name}.parquet", index=False)
+        said.extend(sentences)
+
+    _measure(first, second, names, batch, curvature_prompts, keep)
     if chosen is not None:
         from sharpscope.config.run import SamplingSpec
         from sharpscope.surface.swap import swap_test
@@ -78,13 +91,10 @@ def compare(
         splits = chosen.splits()
         held_out = (splits.get("heldout") or splits["train"])[:prompts]
         sampling = SamplingSpec(max_new_tokens=max_new_tokens)
-        tables["swap"] = swap_test(first, second, chosen, held_out, sampling, seed=SEED)
-        said += list(swap_sentences(tables["swap"], names))
+        swapped = swap_test(first, second, chosen, held_out, sampling, seed=SEED, tell=tell)
+        keep("swap", swapped, swap_sentences(swapped, names))
     else:
         said.append("accuracy and the swap test: not measured; name the task with --task")
-    out.mkdir(parents=True, exist_ok=True)
-    for name, table in tables.items():
-        table.to_parquet(out / f"{name}.parquet", index=False)
     if json:
         records = tables["probes"].replace({pd.NA: None}).to_dict("records")
         print_json({"sentences": said, "rows": records, "written": str(out)})
@@ -94,42 +104,89 @@ def compare(
     typer.echo(f"written to {out}/: {', '.join(f'{name}.parquet' for name in tables)}")
 
 
-def _measured(
-    before: Policy, after: Policy, names: list[str], objective: Objective
-) -> tuple[dict[str, pd.DataFrame], list[str]]:
-    """The tables `tokens`, `weights` and `probes`, and what they say."""
+def _measure(
+    before: Policy,
+    after: Policy,
+    names: list[str],
+    batch: ProbeBatch,
+    curvature_prompts: int,
+    keep: Callable[[str, pd.DataFrame, Iterable[str]], None],
+) -> None:
+    """Give `keep` the tables `weights`, `tokens` and `probes` with what they say, each as soon as it is known."""
     import pandas as pd
     import torch
 
     from sharpscope.config.run import ProbesSpec
-    from sharpscope.surface import ProbeBatch, choose_radius, lm_surface
-    from sharpscope.surface.compare import change_curvature, sharpness_of, token_changes
+    from sharpscope.errors import UserError
+    from sharpscope.progress import duration
+    from sharpscope.surface import choose_radius, lm_surface
+    from sharpscope.surface.compare import change_curvature, passes, sharpness_of, token_changes
     from sharpscope.surface.spectrum import lanczos_capacity
     from sharpscope.surface.weights import parameter_change, weight_changes
 
     base, tuned = before.model, after.model
+    (objective,) = batch.objectives
     change = parameter_change(base, tuned)
-    lanczos_capacity(change, 2)  # an error before anything expensive
-    tables = {"weights": weight_changes(base, tuned)}
-    said = list[str]()
-    radius = choose_radius(base, ProbeBatch("data", (objective,)), ProbesSpec())
+    if curvature_prompts:
+        lanczos_capacity(change, 2)  # an error before anything expensive
+    if not bool(change.any()):
+        raise UserError(f"compare: {' and '.join(names)} have the same weights")
+    radius = choose_radius(base, batch, ProbesSpec(), tell)
+    count = len(objective.prompt_weight)
+    one = radius.seconds / radius.passes
+    work = duration(one * passes(min(curvature_prompts, count) / count))
+    tell(f"radius {radius.rho:.2g}; sharpness and curvature take at most {work} more")
+    table = weight_changes(base, tuned)
+    keep("weights", table, weight_sentences(table))
+    curved: list[Estimate] = []
     with lm_surface(base, objective) as first, lm_surface(tuned, objective) as second:
-        tables["tokens"] = token_changes(first, second)
+        table = token_changes(first, second)
+        keep("tokens", table, token_sentences(table))
         found: dict[str, list[Estimate]] = {}
         for name, surface in zip(names, (first, second), strict=True):
+            tell(f"sharpness of {name}")
             found[name] = sharpness_of(surface, radius.rho, SEED)
-        prompts = torch.tensor(objective.batch.prompts)
-        few = second.prompts(prompts < CURVATURE_PROMPTS)
-        curved = change_curvature(few, change, SEED)
-        count = len(few.objective.prompt_weight)
+        if curvature_prompts:
+            tell(f"curvature of {names[1]}")
+            few = second.prompts(torch.tensor(objective.batch.prompts) < curvature_prompts)
+            curved = change_curvature(few, change, SEED)
     found[names[1]] += curved
-    said += token_sentences(tables["tokens"])
-    said += weight_sentences(tables["weights"])
-    said += curvature_sentences(curved, count)
-    said += sharpness_sentences(found, names)
+    said = [*sharpness_sentences(found, names)]
+    if curved:
+        said += curvature_sentences(curved, len(few.objective.prompt_weight))
     rows = [{"checkpoint": name} | vars(row) for name, each in found.items() for row in each]
-    tables["probes"] = pd.DataFrame(rows).drop(columns="prompt_values")
-    return tables, said
+    keep("probes", pd.DataFrame(rows).drop(columns="prompt_values"), said)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """Tuned minus base, paired by prompt."""
+
+    value: float
+    half: float  # half of the 95 % interval, Student's t; NaN for one prompt or prompts without spread
+    prompts: int
+
+    @property
+    def seen(self) -> bool:
+        """Whether the interval excludes 0; an interval without width decides nothing."""
+        return self.half > 0 and abs(self.value) > self.half
+
+    @property
+    def error(self) -> str:
+        """The interval of a difference of shares; empty without spread."""
+        return f" ± {self.half:.1%}" if self.half > 0 else ""
+
+
+def paired(base: Numbers, tuned: Numbers, noise: float = 0.0) -> Difference:
+    """The mean of tuned − base over the same prompts; `noise` is half an interval from elsewhere, as of random draws."""
+    import numpy as np
+
+    from sharpscope.analysis.statistics import mean_interval
+
+    each = np.subtract(tuned, base)
+    value, interval = float(each.mean()), mean_interval(each)
+    half = 0.0 if interval is None else math.hypot(interval.high - value, noise)
+    return Difference(value=value, half=half or math.nan, prompts=len(each))
 
 
 def token_sentences(tokens: pd.DataFrame) -> Iterator[str]:
@@ -154,7 +211,7 @@ def token_sentences(tokens: pd.DataFrame) -> Iterator[str]:
 def weight_sentences(weights: pd.DataFrame) -> Iterator[str]:
     """How far the weights moved, in how many dimensions, and where."""
     norm = math.sqrt((weights["norm"] ** 2).sum())
-    whole = math.sqrt(((weights["norm"] / weights["relative_norm"]) ** 2).sum())
+    whole = math.sqrt((weights["base_norm"] ** 2).sum())
     changed = (weights["changed_bfloat16"] * weights["size"]).sum() / weights["size"].sum()
     yield f"weights: the change has the norm {norm:.3g}, {norm / whole:.2%} of the weights'; {changed:.1%} differ in bfloat16"
     matrices = weights.dropna(subset=["effective_rank"])
@@ -175,7 +232,8 @@ def curvature_sentences(rows: list[Estimate], prompts: int) -> Iterator[str]:
     known = {row.quantity: row for row in rows}
     along, top, random = (known[name] for name in ("along_change", "largest", "along_random"))
     half = Z * along.prompt_std_error
-    share = "" if half > abs(along.value) else f"{along.value / top.value:.2%} of "
+    sure = half < abs(along.value) and Z * top.prompt_std_error < abs(top.value)
+    share = f"{along.value / top.value:.2%} of " if sure else ""
     doubt = "" if top.converged else " (not converged)"
     yield (
         f"curvature of nll along the change {value_text(along.value, half)} ({prompts} prompts); "
@@ -186,23 +244,22 @@ def curvature_sentences(rows: list[Estimate], prompts: int) -> Iterator[str]:
 
 def sharpness_sentences(found: dict[str, list[Estimate]], names: list[str]) -> Iterator[str]:
     """Loss and sharpness of both, with the difference paired by prompt."""
-    import torch
-
     from sharpscope.analysis.measures import Z
     from sharpscope.analysis.text import SAME, change_text, value_text
-    from sharpscope.surface.compare import paired
 
     titles = {"loss": "nll", "sam": "SAM sharpness", "sam_cross_fitted": "the same, cross-fitted"}
     titles["average"] = "average sharpness"
     for quantity, title in titles.items():
         both = [next(r for r in found[name] if r.quantity == quantity) for name in names]
-        values = [torch.tensor(row.prompt_values) for row in both]
-        if not (len(values[0]) and len(values[0]) == len(values[1])):
+        counts = {len(row.prompt_values) for row in both}
+        if 0 in counts or len(counts) > 1:
             continue
-        noise = math.hypot(*(row.std_error for row in both)) if quantity == "average" else 0.0
-        difference = paired(values[0], values[1], noise)
+        noise = Z * math.hypot(*(row.std_error for row in both)) if quantity == "average" else 0.0
+        difference = paired(both[0].prompt_values, both[1].prompt_values, noise)
         said = change_text(difference.value, difference.half) if difference.half > 0 else SAME
         radius = "" if math.isnan(both[0].rho) else f" at radius {both[0].rho:.2g}"
+        if quantity == "average":
+            radius = f" under noise of {both[0].rho:.0%} of the weights"
         texts = (
             f"{name} {value_text(row.value, Z * row.prompt_std_error)}"
             for name, row in zip(names, both, strict=True)
@@ -214,48 +271,36 @@ def sharpness_sentences(found: dict[str, list[Estimate]], names: list[str]) -> I
 
 def swap_sentences(swap: pd.DataFrame, names: list[str]) -> Iterator[str]:
     """Accuracy of both, and what of the gain remains when only changed positions are sampled from the tuned model."""
-    import torch
-
-    from sharpscope.surface.compare import paired
-
-    arms = {
-        (str(arm), float(share)): torch.tensor(  # type: ignore[arg-type]
-            same.sort_values("prompt")["correct"].to_numpy()
-        )
-        for (arm, share), same in swap.groupby(["arm", "share"], sort=False)
-    }
-    base = arms["base", 0.0]
-    tuned = arms["tuned", 1.0]
+    arms = swap.pivot(index="prompt", columns=["arm", "share"], values="correct")
+    base, tuned = arms["base", 0.0], arms["tuned", 1.0]
     gain = paired(base, tuned)
     verdict = "" if gain.seen else ", not distinguishable"
     yield (
-        f"held-out accuracy at T = 1: {names[0]} {float(base.mean()):.1%}, {names[1]} {float(tuned.mean()):.1%}; "
-        f"difference {gain.value:+.1%} ± {gain.half:.1%} over {gain.prompts} prompts{verdict}"
+        f"held-out accuracy at T = 1: {names[0]} {base.mean():.1%}, {names[1]} {tuned.mean():.1%}; "
+        f"difference {gain.value:+.1%}{gain.error} over {gain.prompts} prompts{verdict}"
     )
-    for (arm, share), correct in arms.items():
+    for arm, share in dict.fromkeys(zip(swap["arm"], swap["share"], strict=True)):
         if arm in ("changed", "random"):
-            part = paired(base, correct)
-            kept = f", {part.value / gain.value:.0%} of the gain" if gain.seen else ""
-            half = f" ± {part.half:.1%}" if part.half > 0 else ""
+            part = paired(base, arms[arm, share])
+            kept = f", {part.value / gain.value:.0%} of the gain" if gain.seen and part.seen else ""
             which = "most changed" if arm == "changed" else "random"
-            yield f"  {share:.0%} {which} positions from {names[1]}: {part.value:+.1%}{half}{kept}"
+            yield f"  {share:.0%} {which} positions from {names[1]}: {part.value:+.1%}{part.error}{kept}"
 
 
 def _layers(weights: pd.DataFrame) -> pd.DataFrame:
-    """Change of the weights by layer and kind, the layers in order."""
-    import pandas as pd
-
+    """Change of the weights by layer and kind, in the model's order."""
     from sharpscope.analysis.text import number
 
-    order = weights["layer"].map(lambda name: int(name) if name.isdecimal() else -1)
-    groups = weights.assign(order=order).groupby(["order", "layer", "kind"], sort=True)
-    rows = []
-    for (_, layer, kind), part in groups:
-        size = part["size"].sum()
-        row = {"layer": layer, "kind": kind, "norm": math.sqrt((part["norm"] ** 2).sum())}
-        row["largest singular value"] = part["spectral_norm"].max()
-        row["effective rank"] = part["effective_rank"].median()
-        row["angle [°]"] = part["angle"].max()
-        row["in bfloat16 [%]"] = 100 * (part["changed_bfloat16"] * part["size"]).sum() / size
-        rows.append({k: v if isinstance(v, str) else number(v) for k, v in row.items()})
-    return pd.DataFrame(rows)
+    parts = weights.assign(
+        square=weights["norm"] ** 2, changed=weights["changed_bfloat16"] * weights["size"]
+    )
+    found = parts.groupby(["layer", "kind"], sort=False)
+    sums = found[["square", "changed", "size"]].sum()
+    columns = {
+        "norm": sums["square"] ** 0.5,
+        "largest singular value": found["spectral_norm"].max(),
+        "effective rank": found["effective_rank"].median(),
+        "angle [°]": found["angle"].max(),
+        "in bfloat16 [%]": 100 * sums["changed"] / sums["size"],
+    }
+    return sums[[]].assign(**columns).map(number).reset_index()

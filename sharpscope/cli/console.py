@@ -84,6 +84,9 @@ Model = Annotated[
     str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")
 ]
 Task = Annotated[str | None, Option(help="Kind of a task: `sharpscope config tasks`.")]
+PromptFormat = Annotated[
+    str, Option(help="As in the training: auto (chat where there is a template), chat, plain.")
+]
 Set = Annotated[
     list[str] | None,
     Option("--set", help="Field, such as rollout.group_size=16 (`sharpscope config`). Repeatable."),

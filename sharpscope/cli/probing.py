@@ -11,11 +11,13 @@ from typer import Argument, Option
 
 from sharpscope.cli.console import (
     Json,
+    PromptFormat,
     check_names,
     print_json,
     print_sections,
     say,
     split,
+    tell,
 )
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def probe(
     all_checkpoints: Annotated[
         bool, Option("--all-checkpoints", help="Probe every checkpoint of the run.")
     ] = False,
+    prompt_format: PromptFormat = "auto",
     backend: Annotated[
         str, Option(help="Eigenvalues and trace by lanczos, pyhessian or curvlinops.")
     ] = "lanczos",
@@ -115,13 +118,15 @@ def probe(
         _replay(rollouts, models[0], out, **options)
         return
     _check_probe(run, model, data, all_checkpoints, of_rollouts)
+    if run is not None and prompt_format != "auto":
+        raise UserError("--prompt-format: goes with --model; a run has its own")
     out = out or free_name("probe" if run is None else f"{run}-probe")
     check_free(out)
     drawn = Pictures(spec, out) if pictures else None
     if run is not None:
         found = _checkpoints(run, spec, all_checkpoints, backend, drawn, fixed="rho" in values)
     else:
-        found = _models(model or [], data, spec, backend, drawn)
+        found = _models(model or [], data, prompt_format, spec, backend, drawn)
     _report(found, out, json)
 
 
@@ -192,7 +197,7 @@ def _check_probe(
 
 def short_names(models: Sequence[str]) -> list[str]:
     """What models are called in tables: the last parts of their paths, as many as tell them apart."""
-    parts = [Path(model).parts if "/" in model else (model,) for model in models]
+    parts = [Path(model).parts for model in models]
     for count in range(1, max(map(len, parts)) + 1):
         names = ["/".join(one[-count:]) for one in parts]
         if len(set(names)) == len(set(models)):
@@ -228,7 +233,7 @@ class Pictures:
             prompts = torch.tensor(objective.batch.prompts)
             few = surface.prompts(prompts < (spec.curvature_prompts or len(prompts)))
             probes = spec.density_probes or 4
-            made = tables(few, rho=rho, seed=SEED, density_probes=probes, path=path)
+            made = tables(few, rho=rho, seed=SEED, density_probes=probes, path=path, tell=tell)
         self.out.mkdir(parents=True, exist_ok=True)
         for name, table in made.items():
             rows = self._tables.setdefault(name, [])
@@ -239,6 +244,7 @@ class Pictures:
 def _models(
     models: Sequence[str],
     data: Path | None,
+    prompt_format: str,
     spec: ProbesSpec,
     backend: str,
     pictures: Pictures | None,
@@ -246,6 +252,7 @@ def _models(
     """Probe models on a file of texts, all at the radius of the first."""
     from sharpscope.policy import PolicySpec, load_policy
     from sharpscope.recording.run_folder import set_threads
+    from sharpscope.settings import validate
     from sharpscope.surface import read_rows, run, text_batches
 
     assert data is not None
@@ -253,9 +260,11 @@ def _models(
     rows = read_rows(data)
     radius = None
     for model, name in zip(models, short_names(models), strict=True):
-        policy = load_policy(PolicySpec(model=model))
+        given = {"model": model, "prompt_format": prompt_format}
+        policy = load_policy(validate(PolicySpec, given))
         batches = text_batches(policy, rows, spec.functionals, seed=SEED, label=data.stem)
-        for measured in run(policy.model, batches, spec, radius=radius, backend=backend):  # type: ignore[arg-type]
+        options = {"radius": radius, "backend": backend, "tell": tell}
+        for measured in run(policy.model, batches, spec, **options):  # type: ignore[arg-type]
             radius = measured.radius
             yield name, 0, measured
         if pictures is not None and radius is not None:
@@ -303,38 +312,20 @@ def _checkpoints(
         )
         drawer = Drawer(config, policy, task)
         temperature = config.rollout.temperature
-        batches = probe_set_batches(
-            probe_set, spec, drawer, temperature=temperature, seed=lambda part: SEED
-        )
+        batches = list(probe_set_batches(probe_set, spec, drawer, temperature=temperature))
         step = step_of(checkpoint)
         optimizer = None
         if "adamw" in spec.operators:
             optimizer = build_optimizer(policy.model, config.optimizer)
             restore(checkpoint, policy, optimizer)
-        first: list[ProbeBatch] = []
-        found = run(
-            policy.model,
-            _keeping(batches, first),
-            spec,
-            radius=radius,
-            backend=backend,  # type: ignore[arg-type]
-            optimizer=optimizer,
-        )
-        for measured in found:
+        options = {"radius": radius, "backend": backend, "optimizer": optimizer, "tell": tell}
+        for measured in run(policy.model, batches, spec, **options):  # type: ignore[arg-type]
             radius = measured.radius
             yield f"step {step}", step, measured
         if pictures is not None and radius is not None:
             start = load_policy(config.policy).model
             path = parameter_change(start, policy.model)
-            pictures.add(f"step {step}", policy.model, first[0], radius.rho, path)
-
-
-def _keeping(batches: Iterator[ProbeBatch], first: list[ProbeBatch]) -> Iterator[ProbeBatch]:
-    """The batches as they are drawn, the first of which is added to `first`."""
-    for batch in batches:
-        if not first:
-            first.append(batch)
-        yield batch
+            pictures.add(f"step {step}", policy.model, batches[0], radius.rho, path)
 
 
 def _replay(
@@ -469,16 +460,10 @@ def _texts(rows: dict[Any, Row]) -> Iterator[str]:
 
     known = {quantity: row for quantity, row in rows.items() if math.isfinite(row["value"])}
     if row := known.get("largest"):
-        value = row["value"]
         over = f" over {row['prompts']:.0f} prompts" if math.isfinite(_half(row)) else ""
         doubt = "" if row["converged"] else "; NOT converged"
-        negative = f"; smallest {known['smallest']['value']:.3g}" if "smallest" in known else ""
-        limit = (
-            f"; plain gradient descent is stable along it below lr = {2 / value:.2g}"
-            if value > 0 and not _unsure(row)
-            else ""
-        )
-        yield f"sharpest direction: eigenvalue {_value(row)}{over} (residual {row['residual']:.1g}{doubt}){negative}{limit}"
+        negative = f"; smallest {_value(known['smallest'])}" if "smallest" in known else ""
+        yield f"sharpest direction: eigenvalue {_value(row)}{over} (residual {row['residual']:.1g}{doubt}){negative}"
     elif "largest" in rows:
         yield f"no curvature ({rows['largest']['why']})"
     for kind in ("sam", "asam"):

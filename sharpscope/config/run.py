@@ -230,7 +230,8 @@ class ProbesSpec(Spec):
     of the expected failure is between 5 and 30 % of the largest possible rise. Give the same number to all runs of a
     study."""
     kinds: tuple[SharpnessKind, ...] = Field(
-        ("sam",), description="Sharpness measures: sam, asam, average; standard: also asam."
+        ("sam",),
+        description="Sharpness measures: sam, asam, average (under noise of 2 % of the weights); standard: also asam.",
     )
     critical_sharpness: bool = True
     """Whether to compute the critical sharpness of the first update of a probed step, by a few forward passes over

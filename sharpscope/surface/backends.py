@@ -109,17 +109,17 @@ def _opinion(
         smallest_residual=residuals[-1],
         why=loose if worst > tolerance else "",
         trace_probes=len(samples),
+        trace=float(np.mean(samples)) if len(samples) else math.nan,
+        trace_std_error=math.nan,
     )
-    if top:
-        values, vectors = zip(*pairs[:top], strict=True)
-        found = replace(found, top=np.array(values), residuals=np.array(residuals[:top]))
-        found = replace(found, vectors=torch.stack(vectors))
-    if len(samples):
-        found = replace(found, trace=float(np.mean(samples)))
     if len(samples) > 1:
         error = float(np.std(samples, ddof=1)) / len(samples) ** 0.5
         found = replace(found, trace_std_error=error)
-    return found
+    if not top:
+        return found
+    values, vectors = zip(*pairs[:top], strict=True)
+    found = replace(found, top=np.array(values), residuals=np.array(residuals[:top]))
+    return replace(found, vectors=torch.stack(vectors))
 
 
 class MeanNll(nn.Module):

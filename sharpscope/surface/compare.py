@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +11,14 @@ from torch import Tensor
 from sharpscope.surface.algorithms import quadratic_form
 from sharpscope.surface.estimate import Estimate, labeled, with_prompts
 from sharpscope.surface.language_model import LmSurface
-from sharpscope.surface.perturbation import average_sharpness, cross_fitted, sharpness
-from sharpscope.surface.spectrum import curvature
+from sharpscope.surface.perturbation import (
+    FORWARD,
+    PAIRS,
+    average_sharpness,
+    cross_fitted,
+    sharpness,
+)
+from sharpscope.surface.spectrum import PRODUCT, curvature
 from sharpscope.surface.swap import js_divergence
 
 if TYPE_CHECKING:
@@ -21,6 +26,8 @@ if TYPE_CHECKING:
 
 RANDOM = 8
 """Random directions along which the curvature is compared with that along the change."""
+TOLERANCE, MAX_PRODUCTS = 1e-2, 60
+"""Relative residual of the eigenvalues, and Hessian products for them."""
 CHANGED = 0.1
 """JS divergence above which a position counts as changed [nats]; the largest possible is ln 2 = 0.69."""
 
@@ -63,7 +70,16 @@ def change_curvature(surface: LmSurface, change: Tensor, seed: int) -> list[Esti
     The rows `along_change`, `largest`, `smallest`, and `along_random`: the mean of `RANDOM` Gaussian directions with its standard
     error, an estimate of the mean eigenvalue tr H/P.
     """
-    found = curvature(surface, None, seed, trace_probes=0, along={"change": change}, by_prompt=True)
+    found = curvature(
+        surface,
+        None,
+        seed,
+        tolerance=TOLERANCE,
+        max_products=MAX_PRODUCTS,
+        trace_probes=0,
+        along={"change": change},
+        by_prompt=True,
+    )
     operator = surface.hessian()
     draws = torch.Generator().manual_seed(seed)
     values = torch.tensor(
@@ -89,31 +105,18 @@ def sharpness_of(surface: LmSurface, rho: float, seed: int) -> list[Estimate]:
     loss, gradient, base = surface.gradient_by_prompt()
     plain = sharpness(surface, None, rho, at=(loss, gradient), base=base).estimates()
     rows = [with_prompts(Estimate("loss", "loss", loss), base), *plain]
-    rows += [cross_fitted(surface, rho, seed, base), average_sharpness(surface, rho, seed, base)]
+    rows += [cross_fitted(surface, rho, seed, base), average_sharpness(surface, seed, base)]
     return labeled(rows, functional=surface.objective.name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """Tuned minus base, paired by prompt."""
+def passes(share: float) -> float:
+    """Forward and backward passes over all prompts that `sharpness_of` both checkpoints and `change_curvature` take at most.
 
-    value: float
-    half: float  # half of the 95 % interval, Student's t; NaN for one prompt or prompts without spread
-    prompts: int
-
-    @property
-    def seen(self) -> bool:
-        """Whether the interval excludes 0; an interval without width decides nothing."""
-        return self.half > 0 and abs(self.value) > self.half
-
-
-def paired(base: Tensor, tuned: Tensor, noise: float = 0.0) -> Difference:
-    """The mean of tuned − base over the same prompts, (k,) each; `noise` is a standard error from elsewhere, as of random draws."""
-    from scipy.stats import t
-
-    each = tuned.double() - base.double()
-    count = len(each)
-    spread = float(each.std()) / math.sqrt(count) if count > 1 else 0.0
-    spread = math.hypot(spread, noise)
-    half = float(t.ppf(0.975, count - 1)) * spread if spread > 0 else math.nan
-    return Difference(value=float(each.mean()), half=half, prompts=count)
+    `share` is that of the prompts whose curvature is computed; 0 for none.
+    """
+    of_one = 2 + FORWARD * (
+        2 + 2 * PAIRS
+    )  # gradients of all prompts and of halves; losses of SAM, halves and pairs
+    # values by prompt of three directions cost a product over all prompts each
+    products = MAX_PRODUCTS + RANDOM + 1 + 3 if share else 0
+    return 2 * of_one + share * PRODUCT * products

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -66,28 +66,27 @@ class CriticalSharpness:
         return not self.why
 
     def estimates(self) -> list[Estimate]:
-        """Rows `critical_sharpness` (residual: half the width of its bracket), `critical_lr` and `update_slope`."""
-        widths = (math.nan, math.nan)
-        if self.outcome == "found":
-            widths = (1 / self.lower - 1 / self.upper, (self.upper - self.lower) / 2)
-        common: dict[str, Any] = {
-            "converged": self.converged,
-            "why": self.why,
-            "prompts": self.prompts,
-            "samples": self.evaluations,
-        }
+        """Rows `critical_sharpness` (residual: half the width of its bracket) and `update_slope`."""
+        found = self.outcome == "found"
         # 2/η, which falls with η
         sharpest = [2 / end if end else math.inf for end in reversed(self.interval)]
         undefined = (
             "" if math.isfinite(self.slope) else self.why or "no loss below the smallest step"
         )
-        value = Estimate("critical", "critical_sharpness", self.value, residual=widths[0], **common)
-        lr = Estimate("critical", "critical_lr", self.lr, residual=widths[1], **common)
-        return [
-            replace(value, low=sharpest[0], high=sharpest[1], seconds=self.seconds),
-            replace(lr, low=self.interval[0], high=self.interval[1]),
-            Estimate("critical", "update_slope", self.slope, why=undefined),
-        ]
+        value = Estimate(
+            "critical",
+            "critical_sharpness",
+            self.value,
+            residual=1 / self.lower - 1 / self.upper if found else math.nan,
+            converged=self.converged,
+            why=self.why,
+            prompts=self.prompts,
+            samples=self.evaluations,
+            low=sharpest[0],
+            high=sharpest[1],
+            seconds=self.seconds,
+        )
+        return [value, Estimate("critical", "update_slope", self.slope, why=undefined)]
 
 
 def critical_sharpness(

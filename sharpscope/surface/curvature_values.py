@@ -65,13 +65,13 @@ class Curvature:
         """Largest eigenvalue; NaN if not available."""
         return float(self.top[0])
 
-    def trace_interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Student's t confidence interval of the trace; NaN without a trace."""
+    def trace_interval(self) -> tuple[float, float]:
+        """Student's 95 % t interval of the trace; NaN without a trace."""
         from scipy.stats import t
 
-        half = (
-            self.trace_std_error
-            and float(t.ppf(0.5 + level / 2, self.trace_probes - 1)) * self.trace_std_error
+        # an exact trace has no error and may have no degrees of freedom
+        half = self.trace_std_error and self.trace_std_error * float(
+            t.ppf(0.975, self.trace_probes - 1)
         )
         return self.trace - half, self.trace + half
 
@@ -99,19 +99,11 @@ class Curvature:
     def _densities(self) -> list[Estimate]:
         if (found := self.density) is None:
             return []
-        nodes = zip(found.nodes, found.values, found.std_error, strict=True)
-        return [
-            Estimate(
-                "curvature",
-                "density",
-                float(value),
-                std_error=float(error),
-                rho=float(node),
-                samples=found.probes,
-                seed=self.seed,
-            )
-            for node, value, error in nodes
-        ]
+        one = Estimate("curvature", "density", math.nan, samples=found.probes, seed=self.seed)
+        nodes = zip(
+            found.nodes.tolist(), found.values.tolist(), found.std_error.tolist(), strict=True
+        )
+        return [replace(one, rho=node, value=value, std_error=e) for node, value, e in nodes]
 
     def _eigenvalues(self) -> list[Estimate]:
         names = ["largest", *(f"eigenvalue_{index}" for index in range(2, len(self.top) + 1))]

@@ -232,22 +232,15 @@ class LmSurface(Surface):
         self._tokens, self._memory_mb = microbatch_tokens, memory_mb
         self._microbatches = self._cut()
 
-    def over(self, objective: Objective) -> LmSurface:
-        """The surface of another objective of the same model and parameters."""
-        return LmSurface(
-            self.model, objective, self._tokens, self._memory_mb, self.known, self.selection
-        )
+    def over(self, objective: Objective, selection: str | None = None) -> LmSurface:
+        """The surface of another objective of the same model, by default of the same parameters."""
+        chosen = selection or self.selection
+        return LmSurface(self.model, objective, self._tokens, self._memory_mb, self.known, chosen)
 
     def prompts(self, rows: Tensor) -> LmSurface:
         """The surface over the rows that are marked, (N,) bool, its loss the mean over these."""
         index = rows.nonzero()[:, 0].to(self.objective.batch.lengths.device)
         return self.over(self.objective.rows(index))
-
-    def restricted(self, selection: str) -> LmSurface:
-        """The surface over some of the parameters, the others fixed: its operators are the blocks of the whole ones."""
-        return LmSurface(
-            self.model, self.objective, self._tokens, self._memory_mb, self.known, selection
-        )
 
     def logp(self) -> Tensor:
         """Log-probabilities of the scored tokens, (N, S) float64 [nats], 0 elsewhere; without graph."""
@@ -374,8 +367,8 @@ class LmSurface(Surface):
         """`check_derivatives` of `nll` on the first tokens of two rows, once for a model."""
         if "hessian" not in self.known:
             batch = self.objective.batch
-            rows = torch.stack([batch.lengths.argmin(), batch.lengths.argmax()]).unique()
-            rows = rows[batch.lengths[rows] > 1]
+            rows = batch.lengths.argsort()[[0, -1]]
+            rows = rows[batch.lengths[rows] > 1].unique()
             lengths = batch.lengths[rows].clamp(max=FEW_TOKENS)
             present = torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
             scored = present.clone()

@@ -18,6 +18,7 @@ from torch import Tensor
 from sharpscope.config.run import Check, SharpnessKind
 from sharpscope.errors import UserError, nearest
 from sharpscope.policy.directions import length
+from sharpscope.progress import Tell, silent, tell_price
 from sharpscope.surface.estimate import Estimate, with_prompts
 from sharpscope.surface.operators import common_dtype, flatten
 from sharpscope.surface.surface import (
@@ -37,6 +38,10 @@ KINDS: tuple[SharpnessKind, ...] = ("sam", "asam")
 """Measures of one step along the gradient; see `average_sharpness` for the third."""
 MIN_SATURATION, TARGET_SATURATION = 0.05, 0.15
 EVALUATIONS = 16  # largest number of losses of the search for a radius
+REACH, PAIRS = 0.02, 8
+"""Norm of the noise of average sharpness over that of the weights, ten times that of rounding to bfloat16, and pairs of it."""
+FORWARD = 1 / 3
+"""Cost of a forward pass, in forward and backward passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,11 +185,15 @@ def _rise(
             value = float(each.mean())
     if not math.isfinite(value):
         return math.nan, None, "the perturbed loss is not finite"
+    return value, each, _rounding(surface, loss, value)
+
+
+def _rounding(surface: Surface, loss: float, rise: float) -> str:
+    """Why a rise of the loss is not reliable: it is within rounding; empty if it is not."""
     rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
-    if abs(value) <= rounding and rounding > 0:
-        advice = "use a larger rho or float64"
-        return value, each, f"{value:.1e} is within rounding of the loss {loss:.3g}; {advice}"
-    return value, each, ""
+    if abs(rise) > rounding or rounding == 0:
+        return ""
+    return f"{rise:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
 
 
 def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Estimate:
@@ -226,52 +235,47 @@ def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Est
 
 
 def average_sharpness(
-    surface: Surface,
-    rho: float,
+    surface: LmSurface,
     seed: int,
-    base: Tensor | None = None,
+    base: Tensor,
     *,
-    samples: int = 8,
+    reach: float = REACH,
+    samples: int = PAIRS,
 ) -> Estimate:
-    """Average sharpness E[L(θ + ε)] − L(θ) over Gaussian ε with E‖ε‖² = rho², scaled by tensor: the row `average`.
+    """Average sharpness E[L(θ + ε)] − L(θ) over Gaussian ε with E‖ε_i‖² = (reach·‖θ_i‖)² in each tensor i: the row `average`.
 
-    The part of ε in a tensor is proportional to its norm, ε_i ~ N(0, rho²·‖θ_i‖²/(‖θ‖²·n_i)), so that rescaling two layers against
-    each other changes nothing at the same rho/‖θ‖. Noise is drawn in pairs ±ε, so that the gradient drops out and the mean is rho²/2
-    times a trace up to fourth order. The standard error is over `samples` pairs, the prompts' over prompts with the noise fixed.
+    Since the noise is relative to each tensor's norm, rescaling two layers against each other changes nothing. Noise is drawn in
+    pairs ±ε, so that the gradient drops out and the mean is half a trace of the rescaled Hessian up to fourth order. `reach` is in
+    the row's `rho`. The standard error is over `samples` pairs, the prompts' over prompts with the noise fixed. `base` (k,) is
+    `surface.by_prompt()`.
     """
     began, generator = time.perf_counter(), torch.Generator().manual_seed(seed)
-    norms = [length(p.detach()) for p in surface.parameters]
-    unit = rho / math.hypot(*norms)
-
-    def loss() -> Tensor:
-        """By prompt, (k,), or as one number, (1,); float64."""
-        each = None if base is None else surface.by_prompt()
-        return torch.tensor([surface.value()], dtype=torch.float64) if each is None else each
-
-    start = loss() if base is None else base.double()
     rises = []
     for _ in range(samples):
         parts = [
-            torch.randn(p.shape, generator=generator) * (unit * norm / math.sqrt(p.numel()))
-            for p, norm in zip(surface.parameters, norms, strict=True)
+            torch.randn(p.shape, generator=generator)
+            * (reach * length(p.detach()) / math.sqrt(p.numel()))
+            for p in surface.parameters
         ]
         noise = flatten(parts, surface.parameters)
         for sign in (1, -1):
             with moved(surface.parameters, noise * sign):
-                rises.append(loss() - start)
+                rises.append(surface.by_prompt() - base)
     each = torch.stack(rises).view(samples, 2, -1).mean(1)  # (samples, k)
     over_noise = each.mean(1)
+    value = float(over_noise.mean())
     found = Estimate(
         "perturbation",
         "average",
-        float(over_noise.mean()),
+        value,
         std_error=float(over_noise.std()) / math.sqrt(samples) if samples > 1 else math.nan,
         samples=samples,
-        rho=rho,
+        rho=reach,
         seed=seed,
         seconds=time.perf_counter() - began,
+        why=_rounding(surface, float(base.mean()), value),
     )
-    return found if base is None else with_prompts(found, each.mean(0))
+    return with_prompts(found, each.mean(0))
 
 
 @dataclass(frozen=True)
@@ -285,65 +289,57 @@ class Radius:
     seconds: float = 0.0
     why: str = ""  # reason for NaN
 
+    @property
+    def passes(self) -> float:
+        """Forward and backward passes that the search took: one for the gradient, and its losses."""
+        return 1 + FORWARD * self.evaluations
+
     def estimate(self) -> Estimate:
         """Row `radius` of the `probes` table."""
         found = Estimate("perturbation", "radius", self.rho, why=self.why, seconds=self.seconds)
         return replace(found, samples=self.evaluations, saturation=self.saturation)
 
 
-def find_radius(surface: Surface) -> Radius:
+def find_radius(surface: Surface, tell: Tell = silent) -> Radius:
     """A radius at which SAM sharpness is a moderate part of its ceiling.
 
-    From the radius at which the first-order term predicts `TARGET_SATURATION`, the radius is changed by growing factors until the
+    From the radius at which the first-order term predicts `TARGET_SATURATION`, the radius is changed by factors of 4 until the
     target is bracketed, then log rho is bisected. The search ends within a factor of 4/3 of the target, or after `EVALUATIONS` losses
-    with the best radius whose saturation is between `MIN_SATURATION` and `MAX_SATURATION`. The surface is guarded.
+    with the best radius whose saturation is between `MIN_SATURATION` and `MAX_SATURATION`. The surface is guarded. `tell` is told how
+    long that takes at most.
     """
     began = time.perf_counter()
     loss, gradient = surface.gradient()
+    one = time.perf_counter() - began
+    tell_price(tell, "choice of the radius", FORWARD * EVALUATIONS * one)
     ceiling = surface.ceiling(loss)
     norm = length(gradient)
-
-    def ended(rho: float, saturation: float, evaluations: int, why: str = "") -> Radius:
-        """The result, with the time that it took."""
-        return Radius(rho, saturation, evaluations, time.perf_counter() - began, why)
-
     if not (ceiling > 0 and 0 < norm < math.inf):
         reason = (
             "no completion is correct" if ceiling == 0 else f"the gradient's norm is {norm:.3g}"
         )
         why = f"no radius: {reason}, so the expected failure cannot rise; set probes.rho"
-        return ended(math.nan, math.nan, 0, why)
+        return Radius(math.nan, seconds=one, why=why)
     rho = TARGET_SATURATION * ceiling / norm
-    lower = 0.0
-    upper = math.inf
-    factor = 2.0
-    best = (math.inf, math.nan, math.nan)
-    seen = []  # (distance, rho, saturation)
-    for number in range(1, EVALUATIONS + 1):
+    ends = [0.0, math.inf]  # the largest radius below the target, and the smallest above it
+    seen: list[tuple[float, float, float]] = []  # distance from the target, radius, saturation
+    while len(seen) < EVALUATIONS and min(seen, default=ends[1:])[0] > math.log(4 / 3):
         try:
             with moved(surface.parameters, gradient * (rho / norm)):
                 saturation = (surface.value() - loss) / ceiling
         except UserError:  # below the parameters' resolution
             saturation = 0.0
-        seen.append(f"{saturation:.2f} at {rho:.2g}")
         distance = abs(math.log(saturation / TARGET_SATURATION)) if saturation > 0 else math.inf
-        if MIN_SATURATION <= saturation <= MAX_SATURATION:
-            best = min(best, (distance, rho, saturation))
-        if distance <= math.log(4 / 3):
-            return ended(rho, saturation, number)
-        if saturation < TARGET_SATURATION:
-            lower = rho
-        else:  # also where it is not finite
-            upper = rho
-        if lower > 0 and math.isfinite(upper):
-            rho = math.sqrt(lower * upper)
+        seen.append((distance, rho, saturation))
+        # where it is not finite the radius is too large
+        ends[0 if saturation < TARGET_SATURATION else 1] = rho
+        if ends[0] > 0 and ends[1] < math.inf:
+            rho = math.sqrt(ends[0] * ends[1])
         else:
-            rho = rho * factor if lower > 0 else rho / factor
-            factor = 2 * factor
-    limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g} (found {', '.join(seen[-3:])})"
-    why = (
-        ""
-        if math.isfinite(best[0])
-        else f"no radius with a saturation between {limits}; set probes.rho"
-    )
-    return ended(best[1], best[2], EVALUATIONS, why)
+            rho *= 4 if ends[0] > 0 else 1 / 4
+    fit = [one for one in seen if MIN_SATURATION <= one[2] <= MAX_SATURATION]
+    _, rho, saturation = min(fit, default=(math.inf, math.nan, math.nan))
+    found = ", ".join(f"{full:.2f} at {radius:.2g}" for _, radius, full in seen[-3:])
+    limits = f"{MIN_SATURATION:g} and {MAX_SATURATION:g} (found {found})"
+    why = "" if fit else f"no radius with a saturation between {limits}; set probes.rho"
+    return Radius(rho, saturation, len(seen), time.perf_counter() - began, why)

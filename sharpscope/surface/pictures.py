@@ -8,6 +8,7 @@ distance of the weights that it began from.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,17 +18,24 @@ import torch
 from torch import Tensor
 
 from sharpscope.policy.directions import length
+from sharpscope.progress import Tell, silent, tell_price
 from sharpscope.surface.algorithms import Density, quadratic_form
+from sharpscope.surface.algorithms.density import ITERATIONS
 from sharpscope.surface.language_model import LmSurface
 from sharpscope.surface.operators import flatten
-from sharpscope.surface.spectrum import curvature
+from sharpscope.surface.perturbation import FORWARD
+from sharpscope.surface.spectrum import PRODUCT, curvature
 from sharpscope.surface.surface import moved
 
 if TYPE_CHECKING:
     import pandas as pd
 
+SLICE, PLANE, PRODUCTS = 21, 11, 200
+"""Losses along a slice and along an axis of a plane, and Hessian products for the eigenvalues."""
 LEADING, READ = 8, 8
 """Leading tokens along whose gradients the curvature is computed, and prompts among whose tokens they are searched."""
+PASSES = PRODUCT * (PRODUCTS + 4 * ITERATIONS + LEADING) + FORWARD * (4 * SLICE + PLANE**2)
+"""Forward and backward passes of `tables` at most, but for those of single tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +94,7 @@ def slices(
     directions: Mapping[str, Direction],
     *,
     reach: float,
-    points: int = 21,
+    points: int = SLICE,
 ) -> pd.DataFrame:
     """The loss along each direction from −reach to reach, and as far as training has come.
 
@@ -117,7 +125,7 @@ def plane(
     second: Direction,
     *,
     reach: float,
-    points: int = 11,
+    points: int = PLANE,
     path: Sequence[Tensor] = (),
 ) -> pd.DataFrame:
     """The loss over the plane of two directions: first, second (distances), loss, std_error, kind.
@@ -150,14 +158,26 @@ def tables(
     seed: int,
     density_probes: int = 4,
     path: Tensor | None = None,
+    tell: Tell = silent,
 ) -> dict[str, pd.DataFrame]:
-    """The tables `spectrum`, `slices`, `plane` and `leading` of a surface, by name.
+    """The tables `spectrum`, `slices`, `plane` and `leading` of a surface, by name; `tell` is told how long they take at most.
 
     Slices are along the gradient, the eigenvector of the largest eigenvalue, a random direction and, with `path` (P,), what training
     has changed so far, up to twice the radius `rho`; the plane is that of the last two, or of the first two without a path.
     """
-    found = curvature(surface, None, seed, trace_probes=0, density_probes=density_probes)
-    along = {"gradient": surface.gradient()[1], "top eigenvector": found.vectors[0]}
+    began = time.perf_counter()
+    gradient = surface.gradient()[1]
+    one = time.perf_counter() - began
+    tell_price(tell, "pictures", one * PASSES)
+    found = curvature(
+        surface,
+        None,
+        seed,
+        max_products=PRODUCTS,
+        trace_probes=0,
+        density_probes=density_probes,
+    )
+    along = {"gradient": gradient, "top eigenvector": found.vectors[0]}
     if path is not None and length(path) > 0:
         along["training"] = path
     directions = {name: direction(vector, path) for name, vector in along.items()}

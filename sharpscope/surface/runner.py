@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -29,6 +30,8 @@ from sharpscope.config.run import (
 from sharpscope.errors import UserError, first_line, nearest
 from sharpscope.policy import render_prompts
 from sharpscope.policy.directions import length
+from sharpscope.progress import Tell, silent, tell_price
+from sharpscope.surface.algorithms.density import ITERATIONS
 from sharpscope.surface.estimate import Estimate, attempted, labeled, with_prompts
 from sharpscope.surface.language_model import (
     LmSurface,
@@ -41,13 +44,15 @@ from sharpscope.surface.language_model import (
 )
 from sharpscope.surface.operators import adam_scale, threshold
 from sharpscope.surface.perturbation import (
+    FORWARD,
+    PAIRS,
     Radius,
     average_sharpness,
     cross_fitted,
     find_radius,
     sharpness,
 )
-from sharpscope.surface.spectrum import curvature
+from sharpscope.surface.spectrum import PRODUCT, curvature
 from sharpscope.tasks import Example, Task
 from sharpscope.traces.files import publish
 
@@ -88,6 +93,7 @@ def run(
     radius: Radius | None = None,
     backend: Backend = "lanczos",
     optimizer: torch.optim.Optimizer | None = None,
+    tell: Tell = silent,
 ) -> Iterator[Measured]:
     """Probe a model's loss surface on each batch; results are yielded as they are found.
 
@@ -100,6 +106,7 @@ def run(
         radius: of the perturbations, such as that of an earlier probe; None: by `choose_radius` on the first batch.
         backend: of `curvature`.
         optimizer: AdamW with the moments that `preconditioned` means.
+        tell: is told how long a loss takes at most, from its first pass.
 
     Raises:
         CheckError: the probed loss differs from the model's own (see `lm_surface`).
@@ -110,14 +117,18 @@ def run(
     for batch in batches:
         labels = {"probe_set": batch.name}
         if batch.objectives and radius is None and spec.kinds:
-            radius = choose_radius(model, batch, spec)
+            radius = choose_radius(model, batch, spec, tell)
             if radius.evaluations or radius.why:
                 yield Measured(
                     labeled([radius.estimate()], functional="expected_failure", **labels), radius
                 )
         for objective in batch.objectives:
             with limited_surface(model, objective, spec) as surface:
+                began = time.perf_counter()
                 loss, gradient, base = surface.gradient_by_prompt()
+                one = time.perf_counter() - began
+                what = f"{objective.name} of {batch.name}, {len(base)} prompts"
+                tell_price(tell, what, one * passes(spec, len(base)))
                 rho = math.nan if radius is None else radius.rho
                 point = Point(
                     surface, spec, batch.seed, (loss, gradient), base, rho, backend, optimizer
@@ -129,7 +140,20 @@ def run(
                         yield Measured(found, radius)
 
 
-def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radius:
+def passes(spec: ProbesSpec, prompts: int) -> float:
+    """Forward and backward passes over so many prompts that the probes of a loss take at most, after that of its gradient."""
+    costs = {"sam": 1 + 2 * FORWARD, "asam": FORWARD, "average": 2 * PAIRS * FORWARD}
+    products = MAX_PRODUCTS + TRACE_PROBES + ITERATIONS * spec.density_probes
+    # residuals, and values by prompt, of the largest and the smallest eigenvalues
+    products += 2 * (TOP + 1)
+    operators = len(spec.operators) * len(spec.parameters) * products * PRODUCT
+    share = min(spec.curvature_prompts, prompts) / prompts
+    return sum(costs[kind] for kind in spec.kinds) + share * operators
+
+
+def choose_radius(
+    model: nn.Module, batch: ProbeBatch, spec: ProbesSpec, tell: Tell = silent
+) -> Radius:
     """The spec's radius, or for `auto` that of `find_radius` on the expected failure of a batch.
 
     Without rewarded completions every text of the batch counts as a success, such as the verified solutions of `nll`.
@@ -147,7 +171,7 @@ def choose_radius(model: nn.Module, batch: ProbeBatch, spec: ProbesSpec) -> Radi
         with limited_surface(
             model, Objective("expected_failure", rows, objective.temperature), spec
         ) as surface:
-            return find_radius(surface)
+            return find_radius(surface, tell)
     except torch.OutOfMemoryError as problem:
         return Radius(math.nan, why=f"no radius: {first_line(problem)}; set probes.rho")
 
@@ -182,12 +206,13 @@ def _perturbations(point: Point) -> Iterator[list[Estimate]]:
 
     def measure(kind: SharpnessKind) -> list[Estimate]:
         """The rows of one measure."""
+        surface, rho, seed, base = given
         if kind == "average":
-            return [average_sharpness(*given)]
-        surface, rho, _, base = given
+            return [average_sharpness(surface, seed, base)]
         return sharpness(surface, None, rho, kind, at=point.at, base=base).estimates()
 
-    for kind in point.spec.kinds if math.isfinite(point.rho) else ():
+    known = math.isfinite(point.rho)
+    for kind in (kind for kind in point.spec.kinds if known or kind == "average"):
         yield labeled(attempted("perturbation", kind, partial(measure, kind)), seed=point.seed)
         if kind == "sam":
             halves = attempted("perturbation", "sam_cross_fitted", lambda: [cross_fitted(*given)])
@@ -230,7 +255,8 @@ def _curvatures(point: Point) -> Iterator[list[Estimate]]:
         return [*found, *limit]
 
     for selection in spec.parameters:
-        surface = few if selection == "all" else few.restricted(selection)
+        # the other parameters are fixed: the operators are blocks of the whole ones
+        surface = few.over(few.objective, selection)
         for operator in spec.operators:
             rows = attempted("curvature", "largest", partial(measure, surface, operator))
             yield labeled(rows, prompts=prompts, parameters=selection)
@@ -247,8 +273,9 @@ PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
 def limited_surface(
     model: nn.Module, objective: Objective, spec: ProbesSpec
 ) -> AbstractContextManager[LmSurface]:
-    """`lm_surface` within the memory limits of a spec, with its self-check."""
-    return lm_surface(model, objective, memory_mb=spec.memory_mb, check=spec.check)
+    """`lm_surface` within the memory limits of a spec, with its self-check; fused where no second derivative is asked for."""
+    fused = set(spec.operators) == {"finite_difference"}
+    return lm_surface(model, objective, memory_mb=spec.memory_mb, check=spec.check, fused=fused)
 
 
 # -- Probe sets

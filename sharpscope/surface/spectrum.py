@@ -28,6 +28,9 @@ from sharpscope.surface.curvature_values import Curvature, residual, sub_generat
 from sharpscope.surface.operators import FiniteDifference, Operator, Preconditioned
 from sharpscope.surface.surface import LossFn, Surface, check_once, opened
 
+PRODUCT = 3.5
+"""Cost of a Hessian product, in forward and backward passes (experiments/benchmarks/speed.md)."""
+
 
 def curvature(
     loss_fn: LossFn | Surface,

@@ -43,10 +43,10 @@ def trained_pairs(base: nn.Module, tuned: nn.Module) -> list[tuple[str, Tensor, 
 
 def parameter_change(base: nn.Module, tuned: nn.Module) -> Tensor:
     """θ_tuned − θ_base of the trainable parameters, (P,), at least float32."""
-    pairs = trained_pairs(base, tuned)
-    changes = [after.float().sub(before.float()) for _, before, after in pairs]
-    if all(after.dtype == torch.float64 for _, _, after in pairs):
-        changes = [after - before for _, before, after in pairs]
+    changes = []
+    for _, before, after in trained_pairs(base, tuned):
+        wide = torch.promote_types(after.dtype, torch.float32)
+        changes.append(after.to(wide) - before.to(wide))
     return flatten(changes, changes)
 
 
@@ -55,7 +55,7 @@ def weight_changes(base: nn.Module, tuned: nn.Module) -> pd.DataFrame:
 
     Columns:
         name, layer (index, or its kind outside of layers), kind, size: which parameter and how many weights.
-        norm, relative_norm: Frobenius norm of the change Δ, and over that of the weights W before.
+        norm, base_norm, relative_norm: Frobenius norms of the change Δ and of the weights W before, and their quotient.
         spectral_norm: largest singular value of Δ.
         effective_rank: exp of the entropy of Δ's normalized squared singular values, from 1 to the smaller side.
         angle: largest angle between the spaces of the `TOP` left singular vectors of W before and after [degrees].
@@ -82,6 +82,7 @@ def weight_changes(base: nn.Module, tuned: nn.Module) -> pd.DataFrame:
             "kind": kind,
             "size": before.numel(),
             "norm": size,
+            "base_norm": whole,
             "relative_norm": size / whole if whole > 0 else math.nan,
             "changed_bfloat16": _changed(before, after),
         }

@@ -208,6 +208,7 @@ def write_small(path: Path, method: str, **probe: object) -> Path:
                 rows("probes", step, 1)
                 | place
                 | {"converged": None, "ceiling": None, "saturation": None}
+                | {"prompts": SMALL_PROMPTS}
                 | probe
             )
             error = values.std(ddof=1) / math.sqrt(SMALL_PROMPTS)

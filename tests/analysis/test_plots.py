@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from sharpscope.analysis import plots
 from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.plots.style import DARK_COLORS, color_of, plain, setting_text
-from sharpscope.analysis.plots.surface_figures import smooth_density
 from sharpscope.analysis.plots.token_figures import GRID
 from sharpscope.analysis.tokens import held_by_largest
 from sharpscope.cli import app
@@ -152,24 +151,19 @@ def test_heat_maps_hold_sums_of_shares_and_norms_over_the_layers_median():
     np.testing.assert_array_less(largest.to_numpy() * 0.999, np.sqrt(squares.to_numpy()) * 1.001)
 
 
-def test_a_density_keeps_its_mass_and_slices_are_the_probes():
-    nodes, weights = np.array([-1.0, 0.0, 4.0]), np.array([0.2, 0.7, 0.1])
-    grid = np.linspace(-3, 6, 4_000)
-    assert np.trapezoid(smooth_density(nodes, weights, grid), grid) == pytest.approx(1.0)
-    reference = load_runs("data/reference")
-    first = reference[0]
-    frame = plots.slices(first).frame
-    recorded = first.probes.query("quantity == 'slice_gradient' and functional == 'nll'")
-    recorded = recorded[recorded["probe_set"].str.contains("train")]
-    shown = frame[frame["direction"] == "the gradient"]
-    assert sorted(shown["loss"]) == sorted(recorded["value"]) and len(shown) == 22
-    spectrum = plots.spectrum(first).frame
-    ends = set(spectrum.loc[spectrum["kind"] == "extreme", "eigenvalue"])
-    recorded = first.probes.query("quantity in ['largest', 'smallest'] and functional == 'nll'")
-    assert ends == set(recorded[recorded["probe_set"].str.contains("train")]["value"])
-    lines = spectrum[spectrum["kind"] == "density"].groupby("step")
-    masses = [np.trapezoid(rows["density"], rows["eigenvalue"]) for _, rows in lines]
-    assert masses == pytest.approx([1.0, 1.0], rel=1e-3)
+def test_a_density_is_drawn_with_its_band(tmp_path):
+    place = {"quantity": "density", "functional": "nll", "probe_set": "a/train@1", "samples": 4}
+    place |= {"parameters": "all", "prompts": 12, "seed": 0, "converged": None}
+    with TraceWriter(new_run(tmp_path)) as writer:
+        for node, value, error in ((-1.0, 0.1, 0.2), (0.0, 0.7, 0.1)):
+            known = place | {"rho": node, "value": value, "std_error": error}
+            writer.append("probes", rows("probes", 0, 1) | known)
+    axes, frame = plots.spectrum(str(tmp_path))
+    assert frame["eigenvalue"].tolist() == [-1, 0] and frame["density"].tolist() == [0.1, 0.7]
+    half = 3.1824463 * 0.1  # Student's t of 3 degrees of freedom
+    assert frame["low"].tolist() == pytest.approx([0.0, 0.7 - half])
+    assert frame["high"].tolist() == pytest.approx([0.1 + 2 * half, 0.7 + half])
+    assert list(axes[0].lines[0].get_xdata()) == [-1, 0] and len(axes[0].collections) == 1
 
 
 def test_a_plane_is_drawn_from_its_table_with_the_path(tmp_path):

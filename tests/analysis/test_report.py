@@ -14,7 +14,7 @@ from rich.console import Console
 from sharpscope.analysis import show_headline, token_sections, watch
 from sharpscope.analysis.forks import predictions_table
 from sharpscope.analysis.headline import moved_sections, moved_tokens
-from sharpscope.analysis.measures import Z
+from sharpscope.analysis.measures import Z, sharpness_rows
 from sharpscope.analysis.report import (
     cost_table,
     curve_table,
@@ -24,7 +24,7 @@ from sharpscope.analysis.report import (
 )
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, studies
-from sharpscope.analysis.text import UNSURE, change_text, interval_text, value_text
+from sharpscope.analysis.text import UNSURE, change_text, ends_text, interval_text, value_text
 from sharpscope.errors import UserError
 from sharpscope.traces import RunLock, TraceWriter, load_run, load_runs, update_run_info
 from tests.analysis import conftest as small
@@ -54,7 +54,7 @@ def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
     for setting in ("grpo", "grpo-sg"):
         row = _row(
             sharpness_sections(pair.settings),
-            measure="SAM sharpness of nll, radius 0.5",
+            measure=f"SAM sharpness of nll, radius 0.5, {small.SMALL_PROMPTS} prompts",
             setting=setting,
         )
         first, last = values_of(setting, 0), values_of(setting, small.SMALL_STEPS)
@@ -67,6 +67,47 @@ def test_sharpness_is_paired_by_prompt_and_named_by_its_functional(pair: Study):
     row = _row(sharpness_sections(pair.settings[:1]), measure="critical sharpness")
     change = interval_text(100.0 * (small.SMALL_STEPS - 1), math.nan, sign=True)
     assert row["steps"] == f"1 and {small.SMALL_STEPS}" and row["change"] == change
+
+
+def test_a_relative_critical_sharpness_has_its_interval(tmp_path: Path):
+    """The ends of `probes`, only these where the interval is wider than the value, and no change."""
+    ends = {0: (50.0, 30.0, 70.0), small.SMALL_STEPS: (50.0, 20.0, math.inf)}
+    for (value, low, high), text in zip(
+        ends.values(), ("50 [30 to 70]", "at least 20"), strict=True
+    ):
+        assert ends_text(value, low, high) == text
+    assert ends_text(50.0, 10.0, 200.0) == "10 to 200"
+    folder = write_small(tmp_path / "a", "grpo")
+    row = {"quantity": "relative_critical_sharpness", "functional": "nll", "probe_set": "s/train@1"}
+    row |= {"parameters": "all", "prompts": 5, "converged": True, "seed": None, "rho": None}
+    with TraceWriter(folder) as writer:
+        for step, (value, low, high) in ends.items():
+            known = row | {"value": value, "low": low, "high": high, "prompt_std_error": None}
+            writer.append("probes", rows("probes", step, 1) | known)
+    (study,) = studies(load_runs(folder))
+    found = _row(
+        sharpness_sections(study.settings), measure="relative critical sharpness of nll, 5 prompts"
+    )
+    assert found["at the first"] == "50 [30 to 70]" and found["at the last"] == "at least 20"
+    assert found["change"] == "–"
+    frame = sharpness_rows(study.settings[0].runs[0])
+    known = frame[frame["quantity"] == "relative_critical_sharpness"]
+    assert known[["low", "high"]].to_numpy().tolist() == [[30.0, 70.0], [20.0, math.inf]]
+
+
+def test_estimates_of_different_numbers_of_prompts_are_different_measures(tmp_path: Path):
+    place = {"quantity": "sam", "functional": "nll", "probe_set": "set/train@1", "rho": 0.5}
+    place |= {"parameters": "all", "seed": 0, "converged": None, "saturation": None}
+    folder = write_small(tmp_path / "a", "grpo", prompts=24)
+    with TraceWriter(folder) as writer:
+        more = {"prompts": 200, "value": 1.0, "prompt_std_error": 0.1}
+        writer.append("probes", rows("probes", 3, 1) | place | more)
+    (study,) = studies(load_runs(folder))
+    (section,) = sharpness_sections(study.settings)
+    table = section.content.set_index("measure")
+    assert table.loc["SAM sharpness of nll, radius 0.5, 200 prompts", "steps"] == "3"
+    few = table.loc["SAM sharpness of nll, radius 0.5, 24 prompts"]
+    assert few["steps"] == f"0 and {small.SMALL_STEPS}" and few["change"] != "–"
 
 
 def test_values_and_changes_that_cannot_be_told_from_zero_are_words(tmp_path: Path):
@@ -96,7 +137,8 @@ def test_saturated_sharpness_is_marked_in_show_and_on_the_page(
     }
     (study,) = studies(load_runs(write_small(tmp_path / "a", "grpo", **estimate)))
     row = _row(
-        sharpness_sections(study.settings), measure="SAM sharpness of expected_failure, radius 0.5"
+        sharpness_sections(study.settings),
+        measure=f"SAM sharpness of expected failure, radius 0.5, {small.SMALL_PROMPTS} prompts",
     )
     assert ("(saturated)" in row["of the possible rise"]) == marked
 

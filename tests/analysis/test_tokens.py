@@ -267,9 +267,9 @@ def test_the_critical_step_of_the_gradient_gap_by_its_definition(tmp_path, stand
         )
         length = lr * np.linalg.norm(descent)
         append(writer, "updates", 1, 1, update=[0], lr=[lr], update_norm=[length], skipped=[False])
-        quantities = ["critical_sharpness", "critical_lr", "update_slope"]
-        values = [4.0, 0.5, float(descent @ gradient)]
-        append(writer, "probes", 1, 3, probe=["critical"] * 3, quantity=quantities, value=values)
+        quantities = ["critical_sharpness", "update_slope"]
+        values = [4.0, float(descent @ gradient)]
+        append(writer, "probes", 1, 2, probe=["critical"] * 2, quantity=quantities, value=values)
     run = load_run(folder)
     (row,) = gap_of_run(run).to_dict("records")
     assert row["gap_lr"] * np.linalg.norm(descent) == pytest.approx(eta, rel=1e-5)

@@ -129,7 +129,7 @@ def test_the_sentences_say_what_the_numbers_mean():
         row("asam", 0.05, saturation=0.125),
     ]
     found = probing.sentences(pd.DataFrame(rows))
-    assert "eigenvalue 100.0 ± 9.8 over 12 prompts" in found[0] and "below lr = 0.02" in found[0]
+    assert "eigenvalue 100.0 ± 9.8 over 12 prompts" in found[0]
     assert "SATURATED: 50%" in found[1] and "12.5% of the largest possible rise" in found[2]
     both = [*rows, *(other | {"checkpoint": "n", "value": 3 * other["value"]} for other in rows)]
     compared = probing.sentences(pd.DataFrame(both))  # the saturated SAM sharpness is not compared
@@ -205,6 +205,26 @@ def test_probe_says_which_models_it_cannot_tell_apart(
     assert "not compared without an error" in invoke("probe", *copies, *QUICK, *one)
 
 
+def test_prompts_are_read_as_in_the_training(tiny_policy: Path, prompts: Path, tmp_path: Path):
+    """With a chat template the loss is that of the prompts in it, or of the plain ones."""
+    chat = tmp_path / "chat"
+    shutil.copytree(tiny_policy, chat)
+    text = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+    (chat / "chat_template.jinja").write_text(text)
+    losses = {}
+    for model, given in ((tiny_policy, "auto"), (chat, "auto"), (chat, "plain"), (chat, "chat")):
+        out = tmp_path / f"{model.name}-{given}"
+        place = ["--model", str(model), "--data", str(prompts), "--out", str(out)]
+        few = ("--set", "curvature_prompts=0", "--prompt-format", given)
+        invoke("probe", *place, *QUICK, *few)
+        frame = pd.read_parquet(out / "probes.parquet").set_index("quantity")
+        losses[model, given] = frame.loc["loss", "value"]
+    assert losses[chat, "plain"] == losses[tiny_policy, "auto"]
+    assert losses[chat, "auto"] == losses[chat, "chat"] != losses[chat, "plain"]
+    with pytest.raises(UserError, match="prompt_format"):
+        invoke("probe", *place[:4], *few[:2], "--prompt-format", "plane")
+
+
 def test_probe_does_not_compare_across_numbers_of_prompts(tmp_path: Path, capsys):
     def measured(prompts: int) -> Measured:
         return Measured(
@@ -240,10 +260,10 @@ def test_compare_measures_what_was_changed(tiny_policy: Path, prompts: Path, tmp
     with torch.no_grad():
         weight *= 1.5
     policy.model.save_pretrained(tuned)
-    output = invoke(
-        "compare", str(tiny_policy), str(tuned), "--data", str(prompts), "--out", str(out), "--json"
-    )
-    said = json.loads(output)["sentences"]
+    given = [str(tiny_policy), str(tuned), "--data", str(prompts), "--out", str(out), "--json"]
+    result = CliRunner().invoke(app, ["compare", *given])
+    said = json.loads(result.stdout)["sentences"]
+    assert "sharpness and curvature take at most about" in result.stderr
     weights = pd.read_parquet(out / "weights.parquet").set_index("name")["norm"]
     changed = weights[weights > 0]
     assert list(changed.index) == [name for name in weights.index if "1.mlp.down_proj" in name]
@@ -264,6 +284,7 @@ def test_compare_refuses_what_it_cannot_compare(
     out = ("--out", str(tmp_path / "compare"))
     for data, tuned, says in (
         (tmp_path / "none.jsonl", str(tiny_policy), "no such file"),
+        (texts, str(tiny_policy), "have the same weights"),
         (texts, "embedded:math", "two checkpoints of one architecture"),
     ):
         with pytest.raises(UserError, match=says):
@@ -295,6 +316,7 @@ def test_compare_refuses_what_it_cannot_compare(
         (["--model", "/no/such", "--data", "none.jsonl"], "no such file"),
         (["--model", "x", "--data", "y", "--set", "functionals=[]"], "names nothing"),
         ([GRPO], "has no checkpoint to probe"),
+        ([GRPO, "--prompt-format", "plain"], "a run has its own"),
     ],
 )
 def test_a_mistake_with_probe_is_named(arguments, says, tmp_path: Path):

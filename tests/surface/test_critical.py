@@ -146,9 +146,9 @@ def test_an_interval_has_no_upper_end_where_the_slope_is_not_shown():
     x = torch.zeros(1, dtype=torch.float64)
     a, b = torch.ones(4, dtype=torch.float64), torch.tensor([3.0, -1.0, 2.5, -0.5]).double()
     found = critical_sharpness(lambda: a * x**2 / 2 - b * x, [x], [-torch.ones_like(x)], guess=1.0)
-    row, lr, _ = found.estimates()
+    row, _ = found.estimates()
     assert found.value == pytest.approx(1) and row.high == math.inf and 0 < row.low < 1
-    assert (lr.low, lr.high) == (0, pytest.approx(2 / row.low))
+    assert found.interval == (0, pytest.approx(2 / row.low))
     alone = critical_sharpness(lambda: (a * x**2 / 2 - b * x)[:1], [x], [-x - 1], guess=1.0)
     assert np.isnan(alone.interval).all()
 
@@ -184,7 +184,7 @@ def test_it_says_why_there_is_no_crossing(loss, options, outcome, says):
     )
     assert found.evaluations <= {"not finite": 1, "unresolved": 4}.get(outcome, 40)
     rows = found.estimates()
-    assert [row.quantity for row in rows] == ["critical_sharpness", "critical_lr", "update_slope"]
+    assert [row.quantity for row in rows] == ["critical_sharpness", "update_slope"]
     assert rows[0].converged is False and rows[0].why == found.why and math.isnan(rows[0].value)
 
 

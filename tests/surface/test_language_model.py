@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from sharpscope import progress
 from sharpscope.config.run import ProbesSpec
 from sharpscope.errors import UserError
 from sharpscope.policy import PolicySpec, completions_of, load_policy
@@ -39,6 +40,7 @@ from sharpscope.surface.language_model import (
     rollout_batch,
     token_batch,
 )
+from sharpscope.surface.perturbation import FORWARD
 from sharpscope.tasks.base import Example
 from tests.loops import some
 from tests.models import (
@@ -423,6 +425,31 @@ def test_the_radius_is_chosen_once_on_the_model_at_hand(name):
     again = probed(model, given, spec, radius=radius)
     assert "radius" not in rows_of(again) and rows_of(again)["sam"].value == rows["sam"].value
     assert choose_radius(model, ProbeBatch("x", (given,)), SPEC).rho == 0.05
+
+
+@pytest.mark.parametrize("kinds", [("sam",), ("asam",), ("average",), ("sam", "asam", "average")])
+def test_the_passes_of_perturbations_are_counted(kinds, monkeypatch):
+    """The price that is told is the first pass times those that follow."""
+    batch = random_batch(rows=4, prompt=3)
+    spec = SPEC.model_copy(update={"kinds": kinds, "curvature_prompts": 0, "check": "off"})
+    made, told = [0.0], []
+    shares = Objective.row_shares
+
+    def counted(self, index, logp):
+        made[0] += (
+            len(index) / len(batch["input_ids"]) * (1 if torch.is_grad_enabled() else FORWARD)
+        )
+        return shares(self, index, logp)
+
+    monkeypatch.setattr(Objective, "row_shares", counted)
+    monkeypatch.setattr(progress, "WORTH_SAYING", 0.0)
+    probed(tiny_model("qwen2"), objective("nll", batch), spec, tell=told.append)
+    assert made[0] == pytest.approx(1 + runner.passes(spec, 4))
+    assert len(told) == 1 and told[0].startswith("nll of x, 4 prompts: at most about ")
+    with_curvature = spec.model_copy(update={"curvature_prompts": 2, "density_probes": 3})
+    eigenvalues = runner.MAX_PRODUCTS + 2 * (runner.TOP + 1)
+    more = (eigenvalues + runner.TRACE_PROBES + 3 * 40) * 3.5 / 2
+    assert runner.passes(with_curvature, 4) == pytest.approx(runner.passes(spec, 4) + more)
 
 
 def test_without_a_correct_completion_there_is_no_radius_and_the_rest_is_measured():

@@ -264,27 +264,39 @@ def test_a_cross_fitted_rise_is_along_the_gradient_of_the_other_half(name):
         assert np.mean(found.prompt_values) == pytest.approx(found.value, rel=1e-9)
 
 
+class OnePrompt(Surface):
+    """A closure's loss as that of one prompt."""
+
+    def by_prompt(self):
+        return torch.tensor([self.value()], dtype=torch.float64)
+
+    def average(self, **options):
+        return average_sharpness(self, 0, self.by_prompt(), **options)
+
+
 def test_average_sharpness_is_half_a_trace_and_layerwise_it_does_not_see_rescaling():
     theta, loss, matrix, _ = quadratic(SPECTRA["indefinite"], GRADIENT)
-    plain = Surface(loss, [theta])
-    found = average_sharpness(plain, 0.3, 0, samples=4000)
-    assert found.std_error < 0.01
-    assert abs(found.value - 0.3**2 / 2 * float(matrix.trace()) / 6) < 3 * found.std_error
+    found = OnePrompt(loss, [theta]).average(reach=0.3, samples=4000)
+    assert found.rho == 0.3 and found.std_error < 0.01
+    size = 0.3 * float(theta.detach().norm())
+    assert abs(found.value - size**2 / 2 * float(matrix.trace()) / 6) < 3 * found.std_error
     values = []
     for scale in (1.0, 7.0):
         parameters, scaled = two_layers(scale)
-        norms = [float(p.detach().norm()) for p in parameters]
-        # what rescaling keeps is the noise relative to each layer: rho/‖θ‖ fixed
-        radius = 0.01 * math.hypot(*norms)
-        values.append(average_sharpness(Surface(scaled, parameters), radius, 0).value)
+        values.append(OnePrompt(scaled, parameters).average(reach=0.01).value)
     assert values[0] == pytest.approx(values[1], rel=1e-6)
+
+
+def test_average_sharpness_within_rounding_is_said_so():
+    theta = torch.ones(4, requires_grad=True)
+    found = OnePrompt(lambda: 1000 + theta.square().sum(), [theta]).average(reach=0.001)
+    assert "within rounding of the loss 1e+03" in found.why
+    assert not OnePrompt(lambda: theta.square().sum(), [theta]).average().why
 
 
 def test_average_sharpness_has_an_error_over_prompts():
     with language_surface("nll") as surface:
         base = surface.by_prompt()
-        found = average_sharpness(surface, 0.1, 0, base)
-        alone = average_sharpness(surface, 0.1, 0)
-        assert found.value == pytest.approx(alone.value, rel=1e-6) and found.prompts == 5
-        assert found.std_error == pytest.approx(alone.std_error, rel=1e-6)
+        found = average_sharpness(surface, 0, base)
+        assert found.prompts == 5 and found.samples == 8 and 0 < found.std_error < math.inf
         assert np.mean(found.prompt_values) == pytest.approx(found.value, rel=1e-9)

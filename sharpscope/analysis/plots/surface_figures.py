@@ -2,107 +2,54 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
-from scipy.stats import norm
+from scipy.stats import t
 
-from sharpscope.analysis.frames import stacked
-from sharpscope.analysis.measures import split_of
 from sharpscope.analysis.plots.registry import not_from_runs, plot
 from sharpscope.analysis.plots.style import GRAY, Picture, band, color_of, colored, legend, plain
 from sharpscope.traces import Runs
 
-SMOOTH = 0.012
-"""Width of the Gaussian that stands for a node of a spectral density, as a share of the spectrum's range."""
-
-
-def probe_frame(runs: Runs, quantities: str) -> pd.DataFrame:
-    """Rows of `probes` of the first run whose quantity fits a pattern, of one functional: `nll`, if it was measured.
-
-    Those of training prompts, and of all parameters together.
-    """
-    table = runs[0].probes.dropna(subset="value")
-    table = table[table["quantity"].str.fullmatch(quantities) & table["parameters"].eq("all")]
-    table = table[table["probe_set"].fillna("").map(split_of) != "heldout"]
-    names = table["functional"].unique().tolist()
-    functional = "nll" if "nll" in names else next(iter(names), "")
-    return table[table["functional"] == functional]
-
 
 def spectrum_frame(runs: Runs) -> pd.DataFrame:
-    """A spectral density of the Hessian (`probes.preset` full)."""
-    rows = probe_frame(runs, "density")
-    edges = probe_frame(runs, "largest|smallest")
-    parts = []
-    for step, nodes in rows.groupby("step"):
-        values, weights = nodes[["rho", "value"]].to_numpy(float).T
-        spread = 0.08 * np.ptp(values)
-        grid = np.linspace(values.min() - spread, values.max() + spread, 600)
-        density = smooth_density(values, weights, grid)
-        line = pd.DataFrame({"eigenvalue": grid, "density": density, "kind": "density"})
-        ends = edges.loc[edges["step"] == step, "value"].astype(float)
-        extremes = pd.DataFrame({"eigenvalue": ends, "kind": "extreme"})
-        both = pd.concat([line, extremes])
-        parts.append(both.assign(step=step, functional=nodes["functional"].iloc[0]))
-    return stacked(parts, ["functional", "step", "kind", "eigenvalue", "density"])
+    """Spectral densities of the Hessian of nll (`probes.density_probes`), with their 95 % band over random starts."""
+    table = runs[0].probes
+    named = table["quantity"].eq("density") & table["functional"].eq("nll")
+    rows = table[named & table["std_error"].notna()]  # traces of version 0.1 hold weights of nodes
+    half = t.ppf(0.975, rows["samples"].astype(float) - 1) * rows["std_error"]
+    columns = {
+        "eigenvalue": rows["rho"],
+        "density": rows["value"],
+        "low": (rows["value"] - half).clip(lower=0),
+        "high": rows["value"] + half,
+        "functional": "nll",
+        "prompts": rows["prompts"],
+        "checkpoint": "step " + rows["step"].astype(str),
+    }
+    return pd.DataFrame(columns)
 
 
 def by_checkpoint(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with a column `checkpoint`, by which lines are told apart: its own, or the step."""
-    if "checkpoint" in frame:
-        return frame
-    steps = "step " + frame["step"].astype(str) if "step" in frame else "measured"
-    return frame.assign(checkpoint=steps)
-
-
-def smooth_density(nodes: np.ndarray, weights: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Density at `grid` of `weights` at `nodes`, each a Gaussian; it integrates to their sum over a grid that holds them."""
-    width = SMOOTH * (grid[-1] - grid[0])
-    return np.asarray(norm.pdf(grid[:, None], nodes, width) @ weights)
+    """The frame with a column `checkpoint`, by which lines are told apart."""
+    return frame if "checkpoint" in frame else frame.assign(checkpoint="measured")
 
 
 @plot(spectrum_frame, "eigenvalue", "density")
 def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
-    """Spectral density of the Hessian at each step measured; ticks mark the largest and the smallest eigenvalue.
-
-    From a run: of stochastic Lanczos quadrature, each node a Gaussian of 1.2 % of the range. A frame may have `checkpoint` or `step`,
-    `low` and `high` (a band), and rows of kind `extreme`.
-    """
+    """Spectral density of the Hessian at each step or checkpoint measured, with its band over random starts."""
     (axis,) = figure.panels(1, 2.3)
     whole = by_checkpoint(frame)
-    whole = whole if "kind" in whole else whole.assign(kind="density")
-    for name, color, rows in colored(whole, "checkpoint", color_of(whole["checkpoint"])):
-        line = rows[rows["kind"] == "density"]
+    for name, color, line in colored(whole, "checkpoint", color_of(whole["checkpoint"])):
         axis.plot(line["eigenvalue"], line["density"], color=color, label=plain(name))
         if "low" in line:
             band(axis, line["eigenvalue"], line["low"], line["high"], color)
-        for value in rows.loc[rows["kind"] == "extreme", "eigenvalue"]:
-            axis.plot([value, value], [0, 0.08], color=color, transform=axis.get_xaxis_transform())
     axis.set(yscale="log", ylim=(1e-7 * float(frame["density"].max()), None))
     named = plain(frame["functional"].iloc[0]) if "functional" in frame else "the loss"
     axis.set(xlabel=f"eigenvalue of the Hessian of {named}", ylabel="spectral density")
     legend(figure)
 
 
-DIRECTIONS = {
-    "slice_update": "the optimizer's step",
-    "slice_gradient": "the gradient",
-    "slice_eigenvector": "the top eigenvector",
-}
-
-
-def slice_frame(runs: Runs) -> pd.DataFrame:
-    """Slices of the loss (`probes.preset` full)."""
-    rows = probe_frame(runs, "slice_.*").rename(columns={"rho": "distance", "value": "loss"})
-    number = rows["quantity"].str.extract(r"(\d+)$")[0].astype(float) + 1
-    random = number.map("random direction {:.0f}".format)
-    rows["direction"] = rows["quantity"].map(DIRECTIONS).fillna(random)
-    columns = ["functional", "step", "direction", "distance", "loss"]
-    return rows[columns].reset_index(drop=True)
-
-
-@plot(slice_frame, "direction", "distance", "loss")
+@plot(not_from_runs, "direction", "distance", "loss")
 def slices(figure: Picture, frame: pd.DataFrame) -> None:
     """Slices of the loss along the step, the gradient, the top eigenvector and random directions, at each step measured.
 

@@ -11,6 +11,9 @@ import torch
 from sharpscope.surface.algorithms.lanczos import Krylov
 from sharpscope.surface.operators import Operator
 
+ITERATIONS = 40
+"""Products of a run of Lanczos."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Density:
@@ -29,7 +32,7 @@ def spectral_density(
     operator: Operator,
     *,
     probes: int = 8,
-    iterations: int = 40,
+    iterations: int = ITERATIONS,
     width: float | None = None,
     points: int = 201,
     generator: torch.Generator,
