@@ -13,6 +13,8 @@ STARTS = 8
 """Positions at a completion's beginning that are looked at one by one."""
 IMPROBABLE = 7.0
 """−ln π − H from which a drawn token is improbable [nats]."""
+OFTEN = 8
+"""Times from which on an improbable token comes again and again."""
 FEWEST_TOKENS = 200
 """Tokens below which a mean over tokens is not judged."""
 ROUNDING = 1e-3
@@ -130,7 +132,8 @@ def improbable_tokens(recorded: Recorded) -> Measured | None:
         "rows": odd[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
         "step": first_step(odd),
     }
-    return Measured(value=(ids.iloc[0] if len(ids) else 0) / len(inner), facts=facts)
+    again = int(ids.max()) if ids.max() >= OFTEN else 0  # a few come by chance
+    return Measured(value=again / len(inner), facts=facts)
 
 
 @identity
