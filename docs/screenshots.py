@@ -51,7 +51,7 @@ def photograph(page: Path, tokens: Path, curves: Path) -> None:
         browser = driver.chromium.launch(
             executable_path=chromium, args=["--no-sandbox"] if root else []
         )
-        tab = browser.new_page(viewport={"width": 1180, "height": 610}, device_scale_factor=1.5)
+        tab = browser.new_page(viewport={"width": 1180, "height": 650}, device_scale_factor=1.5)
         tab.set_default_timeout(180_000)  # [ms]; a busy machine takes long to draw the page
         for scheme in ("dark", "light"):
             tab.emulate_media(color_scheme=scheme)

@@ -107,9 +107,12 @@ def compare_runs(
     rows: list[Row] = []
     if len(names) == 2:
         a, b = names.values()
-        labels = (a.name, b.name) if a.method == b.method else (a.method, b.method)
+        # two runs may have one name in different folders
+        folders = tuple(names) if isinstance(runs, Mapping) else (a.name, b.name)
+        labels = folders if a.method == b.method else (a.method, b.method)
         if ground_of(a) == ground_of(b):
-            rows += _compared(*labels, [(a.seed, a, b)])
+            first, second = labels
+            rows += _compared(first, second, [(a.seed, a, b)])
         return pd.DataFrame(rows, columns=COLUMNS)
     for study in studies(Study(names)):
         fit = [

@@ -63,6 +63,8 @@ SHOWN_SETTINGS = 4
 LARGEST_TOKENS = 5
 LARGEST_STEPS = 6
 """Steps whose largest tokens are listed on the page, the spike that is the most times the typical gradient first."""
+WIDTH = 20
+"""Bars of a sparkline in a table, which fits into 80 columns."""
 GROWN = 2.0
 """`show` names the layers that grew where the gradient norm is at least this many times the typical one."""
 HEADLINE = (
@@ -465,7 +467,7 @@ def curve_table(run: Run) -> pd.DataFrame:
         first = values[:third].mean()
         (last, error) = series_mean(values[-third:])
         end = interval_text(last, Z * error) if math.isfinite(last) else "not a number"
-        rows.append((quantity.name, number(first, "not a number"), sparkline(values), end))
+        rows.append((quantity.name, number(first, "not a number"), sparkline(values, WIDTH), end))
     return pd.DataFrame(rows, columns=["by step", "first", "", "last"])
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # `show` needs no plotting library
 
 NUMERIC = {*"0123456789+-−–.<~", ""}
 """What a number as text begins with."""
+NAME = 16
+"""Letters of the longest name up to which a column of names is not folded."""
 UP, DOWN = "bold reverse deep_sky_blue3", "bold reverse dark_orange3"
 
 
@@ -141,8 +143,10 @@ def _table(frame: pd.DataFrame) -> Table:
         wide = any(isinstance(value, Marked) for value in column)
         justify: Literal["left", "right"] = "left" if is_text(column) else "right"
         ratio = 1 if wide else None
+        whole = justify == "left" and all(len(str(value)) <= NAME for value in column)
+        title = Text(visible(name))
         # fold: a word that is too long goes on in the next line, by default it is cut
-        table.add_column(Text(visible(name)), justify=justify, ratio=ratio, overflow="fold")
+        table.add_column(title, justify=justify, ratio=ratio, overflow="fold", no_wrap=whole)
     for row in frame.itertuples(index=False, name=None):
         table.add_row(
             *(_sentence(c) if isinstance(c, Marked) else Text(visible(cell_text(c))) for c in row)

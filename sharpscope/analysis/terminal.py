@@ -90,7 +90,7 @@ def many_sections(runs: Runs, source: str) -> list[Section]:
     largest = table.sort_values("runs", ascending=False, kind="stable").head(MOST_ROWS)
     more = len(table) - MOST_ROWS
     others = f" {more} more groups are not shown." if more > 0 else ""
-    note = f"{len(runs)} runs.{others} All of them, compared: sharpscope analyze {source}"
+    note = f"{len(runs)} runs; rewards of the last third.{others} All of them, compared: sharpscope analyze {source}"
     sections = [Section("Runs", largest.astype(str), note=note)]
     status = {name: run.status for name, run in runs.by_name.items() if run.status != "finished"}
     problems = [f"{name}: {why}" for name, why in runs.skipped.items()]
@@ -115,7 +115,7 @@ def group_row(members: pd.DataFrame) -> dict[str, object]:
         "finished": members["finished"].sum(),
         "seeds": members["seed"].nunique(),
         "steps": least if least == most else f"{least} to {most}",
-        "last reward (± SD)": f"{rewards.mean():.3g}{spread}" if len(rewards) else "–",
+        "reward ± SD": f"{rewards.mean():.3g}{spread}" if len(rewards) else "–",
     }
 
 

@@ -15,13 +15,16 @@ from sharpscope.analysis import show_headline, token_sections, watch
 from sharpscope.analysis.forks import predictions_table
 from sharpscope.analysis.headline import moved_sections, moved_tokens
 from sharpscope.analysis.measures import Z, sharpness_rows
+from sharpscope.analysis.pairs import compare_runs
 from sharpscope.analysis.report import (
     cost_table,
     curve_table,
+    difference_table,
     sharpness_sections,
     sparkline,
     verdict_of,
 )
+from sharpscope.analysis.sections import Section, to_terminal
 from sharpscope.analysis.statistics import accuracy_interval
 from sharpscope.analysis.study import Study, studies
 from sharpscope.analysis.text import UNSURE, change_text, ends_text, interval_text, value_text
@@ -326,3 +329,27 @@ def test_the_page_has_the_causes_and_every_identity_of_a_run_and_a_row_for_each_
     assert list(several.content["identities"]) == [verdict(run).count for run in runs]
     assert summary(alone[0]) != verdict(alone[0])  # functions of one name are remembered apart
     assert isinstance(summary(alone[0]), str)
+
+
+def test_two_runs_of_one_name_and_method_are_told_apart_by_their_folders(tmp_path):
+    for folder, seed in (("a", 0), ("b", 1)):
+        write_report_run(tmp_path / folder / "run", seed=seed, tokens=False)
+    runs = load_runs(tmp_path)
+    first, second = runs.by_name
+    assert len({run.name for run in runs}) == 1
+    rows = compare_runs(runs.by_name)
+    assert set(rows["baseline"]) == {first} and set(rows["treatment"]) == {second}
+    shown = difference_table(rows)
+    assert {first, second} <= set(shown) and len(shown) > 4
+
+
+def test_names_of_rows_stay_whole_and_sparklines_on_one_line_in_80_columns():
+    console = Console(width=80, record=True, file=io.StringIO())
+    names = ["grpo-sg-constant", "grpo"]
+    row = {"method": names, "task": "knights_knaves", "finished": 40, "steps": "150"}
+    row |= {"runs": 7, "seeds": 7, "reward ± SD": "0.594 ± 0.017"}
+    console.print(to_terminal([Section("Runs", pd.DataFrame(row).astype(str))]))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert sum(line.startswith("grpo-sg-constant  knights_knaves ") for line in lines) == 1
+    assert sum("0.594 ± 0.017" in line for line in lines) == 2
