@@ -463,7 +463,7 @@ def test_of_very_many_runs_show_prints_a_summary_that_says_how_to_see_all(sound,
     (row,) = table.content.to_dict("records")
     assert (row["runs"], row["finished"], row["seeds"], row["steps"]) == ("119", "118", "119", "2")
     rewards = load_run(sound).steps["reward_mean"]
-    assert row["last reward (± SD)"] == f"{rewards.iloc[-1]:.3g} ± 0"
+    assert row["reward ± SD"] == f"{rewards.iloc[-1]:.3g} ± 0"
     assert f"sharpscope analyze {tmp_path / 'runs'}" in table.note
     assert "run-007: run:" in problems.content and "run-005 is failed" in problems.content
 
