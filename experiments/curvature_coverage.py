@@ -1,4 +1,4 @@
-"""How often the printed intervals of λ_max, λ_c, trace and spectral density cover the truth.
+"""How often the printed intervals of λ_max, λ_c, average sharpness, trace and spectral density cover the truth.
 
     python -m experiments.curvature_coverage [SECONDS] [NAME ...]
 
@@ -9,6 +9,7 @@ drawn without replacement for SECONDS of processor time a row, few enough of the
 - `fixed`: λ_c with its interval over prompts along the sign of the gradient of the other prompts, as AdamW's first step is.
 - `own`: the same along the sign of the gradient of the very prompts, as that of an update on its batch; the truth is the pool's λ_c
   along the same direction.
+- `average`: average sharpness with its interval over prompts and pairs of noise; the truth is the pool's, from 64 pairs.
 - `trace`, `density`: Student's t intervals over random vectors; the truth is that of the same 12 prompts from many more vectors,
   for the trace also the pool's. A density is compared at its nodes, where it is above a millionth of its largest value, near 0 (10 widths: the
   bulk) and farther out (peaks of single eigenvalues).
@@ -37,6 +38,7 @@ from sharpscope.surface import Estimate, critical_sharpness, curvature
 from sharpscope.surface.algorithms import Density, Krylov, hutchpp, spectral_density
 from sharpscope.surface.language_model import LmSurface, Objective, lm_surface
 from sharpscope.surface.operators import unflatten
+from sharpscope.surface.perturbation import PAIRS, average_sharpness
 from sharpscope.tasks import make_task
 
 PROMPTS, OTHERS, GUESS = 960, 48, 1e-4
@@ -129,6 +131,24 @@ def of_critical(pool: Pool, seconds: float, own: bool) -> None:
         )
 
 
+def of_average(pool: Pool, seconds: float) -> None:
+    """Table of `average`."""
+    truth = average_sharpness(pool.surface, 10**6, pool.surface.by_prompt(), samples=64)
+    print(f"pool {truth.value:.5f} ± {truth.std_error:.5f} (standard error over noise)\n")
+    print("| prompts | draws | average sharpness / pool | covers |\n|---|---|---|---|")
+    for size in SIZES:
+        rows = [
+            average_sharpness(part, seed, part.by_prompt())
+            for seed, part in enumerate(pool.draws(size, seconds))
+        ]
+        student = float(t.ppf(0.975, PAIRS - 1))
+        halves = [math.hypot(1.96 * r.prompt_std_error, student * r.std_error) for r in rows]
+        found = [row.value for row in rows]
+        inside = np.mean(np.abs(np.subtract(found, truth.value)) <= halves)
+        middle = np.median(found) / truth.value
+        print(f"| {size} | {len(rows)} | {middle:.2f} | {inside:.0%} |", flush=True)
+
+
 def trace(surface: LmSurface, seed: int, more: int = 1) -> tuple[float, float]:
     """The trace with half of its printed interval."""
     operator, draws = surface.hessian(), torch.Generator().manual_seed(seed)
@@ -184,6 +204,7 @@ TABLES: dict[str, Callable[[Pool, float], None]] = {
     "largest": of_largest,
     "fixed": lambda pool, seconds: of_critical(pool, seconds, own=False),
     "own": lambda pool, seconds: of_critical(pool, seconds, own=True),
+    "average": of_average,
     "trace": of_trace,
     "density": of_density,
 }
