@@ -15,6 +15,7 @@ class UserError(Exception):
     """An error that the user can fix. The one-line message gives the field, the value and the fix."""
 
     def __init__(self, message: str = "") -> None:
+        message = " ".join(message.splitlines())  # it may quote a name with a line break
         start, end = message[: LONGEST - 500], message[-500:]
         super().__init__(message if len(message) <= LONGEST else f"{start} … {end}")
 

@@ -120,10 +120,19 @@ def read_lines(path: Path, inside: Path | None = None) -> Iterator[tuple[int, st
             yield number, text
 
 
+def read_up_to(file: BinaryIO, most: int) -> bytes:
+    """At most so many bytes of a file, in pieces: one read would set aside the memory for `most` of them."""
+    pieces = []
+    while most > 0 and (piece := file.read(min(most, 1 << 20))):
+        pieces.append(piece)
+        most -= len(piece)
+    return b"".join(pieces)
+
+
 def read_bytes(path: Path, largest: float, inside: Path | None = None) -> bytes:
     """Content of a regular file of at most `largest` bytes; see `open_regular`."""
     with open_regular(path, largest, inside) as file:
-        content = file.read(int(bound(largest)) + 1)
+        content = read_up_to(file, int(bound(largest)) + 1)
     if len(content) > bound(largest):  # it grew, or the system does not know its size
         raise UnreadableError(path, too_large("the file", len(content), largest))
     return content

@@ -13,6 +13,8 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.traces import Run
+from sharpscope.traces.reader import LARGEST_TOKENIZER
+from sharpscope.untrusted import UnreadableError, read_json
 
 MOST_STEPS = 40
 """Steps of a long run whose tokens are read: the first half of them at the run's start, the others spread over the rest."""
@@ -32,21 +34,23 @@ class Words:
 
     @classmethod
     def read(cls, folder: Path) -> Words:
-        """From tokenizer.json and tokenizer_config.json; nothing where they are missing."""
-        file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-        if not file.is_file() or not settings.is_file():
+        """From tokenizer.json and tokenizer_config.json; nothing where one is missing, or is not a tokenizer's."""
+        try:
+            added, config = (
+                read_json(folder / name, LARGEST_TOKENIZER, folder.parent)
+                for name in ("tokenizer.json", "tokenizer_config.json")
+            )
+            tokens = [token for token in added.get("added_tokens", []) if token.get("special")]
+            special = {int(token["id"]): str(token["content"]) for token in tokens}
+            ends = [config.get(key) for key in ("eos_token", "pad_token")]
+        except (UnreadableError, OSError, AttributeError, LookupError, TypeError, ValueError):
             return cls()
-        added = json.loads(file.read_text("utf-8")).get("added_tokens", [])
-        special = {int(t["id"]): str(t["content"]) for t in added if t.get("special")}
-        config = json.loads(settings.read_text("utf-8"))
         vocabulary = {content: index for index, content in special.items()}
-
-        def named(key: str) -> int | None:
-            """The ID of a token that the settings name."""
-            name = config.get(key)
-            return vocabulary.get(str(name.get("content") if isinstance(name, dict) else name))
-
-        return cls(special=special, end=named("eos_token"), pad=named("pad_token"))
+        end, pad = (
+            vocabulary.get(str(name.get("content") if isinstance(name, dict) else name))
+            for name in ends
+        )
+        return cls(special=special, end=end, pad=pad)
 
 
 @dataclass(kw_only=True)

@@ -26,12 +26,7 @@ def say(text: str, err: bool = False) -> None:
 def print_json(value: object) -> None:
     """Print a value as JSON; a number that is not finite is null, and a control character is escaped."""
     text = json_.dumps(_plain(value), indent=1, ensure_ascii=False, allow_nan=False)
-    typer.echo("".join(c if c.isprintable() or c == "\n" else _escaped(c) for c in text))
-
-
-def _escaped(character: str) -> str:
-    """A character as JSON's escape."""
-    return json_.dumps(character)[1:-1]
+    typer.echo("".join(c if c.isprintable() or c == "\n" else json_.dumps(c)[1:-1] for c in text))
 
 
 def _plain(value: object) -> object:

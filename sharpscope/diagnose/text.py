@@ -13,7 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from sharpscope.errors import first_line
-from sharpscope.untrusted import LONGEST_LINE, UnreadableError, bound, check_regular, too_large
+from sharpscope.untrusted import (
+    LONGEST_LINE,
+    UnreadableError,
+    bound,
+    check_regular,
+    read_up_to,
+    too_large,
+)
 
 Bytes = gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile | zipfile.ZipExtFile | io.BufferedReader
 """An open file, decompressed or as it is."""
@@ -158,7 +165,7 @@ def whole(file: Path) -> str:
     """
     longest = int(bound(LARGEST))
     with open_bytes(file) as raw:
-        content = raw.read(longest + 1)
+        content = read_up_to(raw, longest + 1)
     if len(content) > longest:
         raise UnreadableError(file, too_large("its text", len(content), LARGEST))
     return content.decode(encoding_of(content[:HEAD]), errors="replace")

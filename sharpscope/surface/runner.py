@@ -397,18 +397,18 @@ class ProbeSet:
         try:
             table = pq.read_table(path)
             key = json.loads((table.schema.metadata or {})[b"sharpscope.probe_set"])
-        except (OSError, pa.ArrowException, KeyError, ValueError) as problem:
+            items = []
+            for row in table.to_pylist():
+                example = Example.from_row(row["prompt"], row["answer"], json.loads(row["meta"]))
+                ids = tuple(row["prompt_ids"]), tuple(row["solution"])
+                items.append(ProbeItem(row["split"], example, *ids))
+            loaded = ProbeSet(key["task"], key["policy"], int(key["seed"]), tuple(items))
+            intact = loaded.content_hash == key["hash"]
+        except (OSError, pa.ArrowException, LookupError, ValueError, TypeError) as problem:
             raise UserError(
-                f"probe_set, {path}: cannot be read as one ({type(problem).__name__}: {problem})"
+                f"probe_set, {path}: cannot be read as one ({type(problem).__name__}: {first_line(problem)})"
             ) from problem
-        items = []
-        for row in table.to_pylist():
-            example = Example.from_row(row["prompt"], row["answer"], json.loads(row["meta"]))
-            items.append(
-                ProbeItem(row["split"], example, tuple(row["prompt_ids"]), tuple(row["solution"]))
-            )
-        loaded = ProbeSet(key["task"], key["policy"], int(key["seed"]), tuple(items))
-        if loaded.content_hash != key["hash"]:
+        if not intact:
             raise UserError(
                 f"probe_set, {path}: its contents do not match its hash {key['hash']}; it was changed or damaged"
             )

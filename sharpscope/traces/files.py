@@ -94,19 +94,21 @@ def set_aside(folder: Path) -> Path:
 
 def create_run_dir(path: str | Path) -> Path:
     """Create the folder of a new run, which must be free (see `check_free`), and its `traces` folder."""
-    folder = Path(path)
-    check_free(folder)
+    check_free(path)
+    folder = output_folder(path)
+    _mark(folder)
+    return folder
+
+
+def _mark(folder: Path) -> None:
+    """Mark a folder as a run's and create its `traces` folder."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / STARTING).touch()
         (folder / TRACES).mkdir(exist_ok=True)
-    except FileExistsError as error:
-        raise UserError(f"out: {folder} is a file; choose another --out") from error
     except OSError as error:
         raise UserError(
             f"out: {folder} cannot be written ({error.strerror}); choose another --out"
         ) from error
-    return folder
 
 
 def claim_run_dir(path: str | Path) -> tuple[Path, RunLock]:
@@ -127,13 +129,10 @@ def claim_run_dir(path: str | Path) -> tuple[Path, RunLock]:
             lock.__exit__()
             continue
         try:
-            (folder / STARTING).touch()
-            (folder / TRACES).mkdir(exist_ok=True)
-        except OSError as error:
+            _mark(folder)
+        except UserError:
             lock.__exit__()
-            raise UserError(
-                f"out: {folder} cannot be written ({error.strerror}); choose another folder"
-            ) from error
+            raise
         return folder, lock
 
 

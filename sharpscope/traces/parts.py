@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces.files import ASIDE, TRACES, publish
@@ -205,7 +205,7 @@ class _Footer:
     texts: tuple[str, ...]  # columns of texts
 
 
-@lru_cache(maxsize=256)  # one takes up to half a megabyte
+@lru_cache(maxsize=64)  # one takes up to half a megabyte
 def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
     """The checked footer of a table's file."""
     try:
@@ -309,7 +309,11 @@ def _text_bytes(codes: pa.ChunkedArray) -> int:
     return size
 
 
-_OBJECT: TypeAdapter[dict[str, float | None]] = TypeAdapter(dict[str, float | None])
+_JSON: dict[str, tuple[TypeAdapter[Any], str]] = {
+    "json": (TypeAdapter(dict[str, float | None]), "JSON object of numbers"),
+    "ids": (TypeAdapter(list[Annotated[int, Field(ge=0, lt=2**31)]]), "JSON list of token IDs"),
+}
+"""What the texts in columns of some types hold, and its name."""
 
 
 def _problem(values: pa.ChunkedArray | pa.Array, column: Column) -> str:
@@ -325,14 +329,17 @@ def _problem(values: pa.ChunkedArray | pa.Array, column: Column) -> str:
 
 
 def _check_json(rows: pa.Table, table: str) -> None:
-    """DamagedPartError if JSON is no object of numbers."""
-    for name in (name for name in rows.schema.names if TABLES[table][name].type == "json"):
-        for text in pc.unique(rows[name]).to_pylist():
+    """DamagedPartError if JSON is not what its column holds."""
+    for column in map(TABLES[table].__getitem__, rows.schema.names):
+        if column.type not in _JSON:
+            continue
+        of, name = _JSON[column.type]
+        for text in pc.unique(rows[column.name]).drop_null().to_pylist():
             try:
-                _OBJECT.validate_json(text or "{}")
+                of.validate_json(text, strict=True)
             except ValidationError:
                 raise DamagedPartError(
-                    f"its column {name} has {text[:40]!r}, no JSON object of numbers"
+                    f"its column {column.name} has {text[:40]!r}, no {name}"
                 ) from None
 
 

@@ -43,8 +43,9 @@ ARROW_TYPES: dict[str, pa.DataType] = {
     "float64": pa.float64(),
     "string": pa.string(),
     "json": pa.string(),
+    "ids": pa.string(),
 }
-"""Storage type of each `Column.type`. "json" is a string that holds one JSON object."""
+"""Storage type of each `Column.type`. "json" is a string that holds one JSON object of numbers, "ids" one JSON list of token IDs."""
 
 
 @dataclass(frozen=True)
@@ -91,19 +92,9 @@ def _table(name: str, row: str, key: str, columns: str) -> Table:
         match = _COLUMN.fullmatch(line)
         assert match is not None, line
         column, flag, type_, low, high, unit, definition = match.groups()
-        made.append(
-            Column(
-                column,
-                type_,
-                unit or "1",
-                definition,
-                nullable=flag != "!",
-                probe=flag == "?",
-                timing=flag == "~",
-                low=float(low or -math.inf),
-                high=float(high or math.inf),
-            )
-        )
+        how = flag != "!", flag == "?", flag == "~"
+        ends = float(low or -math.inf), float(high or math.inf)
+        made.append(Column(column, type_, unit or "1", definition, *how, *ends))
     return Table(name, row, tuple(key.split()), tuple(made))
 
 

@@ -395,12 +395,12 @@ class Bench:
         create_run_info(run, INFO)
         began = time.monotonic() + 0.05
 
-        def write(_: int) -> str:
+        def write(index: int) -> str:
             time.sleep(max(0.0, began - time.monotonic()))
             try:
                 with RunLock(run), TraceWriter(run) as writer:
                     for step in (1, 2, 3):
-                        writer.append("steps", rows("steps", step, 1))
+                        writer.append("steps", rows("steps", 3 * index + step, 1))
                         writer.flush()
                         time.sleep(0.02)
                 return "wrote"

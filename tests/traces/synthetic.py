@@ -66,6 +66,8 @@ def rows(table: str, step: int, count: int = 4, seed: int = 0) -> dict[str, Any]
             columns[column.name] = values.astype(column.type)
         elif column.type == "json":
             columns[column.name] = [{"format": 1.0, "answer": float(i)} for i in range(count)]
+        elif column.type == "ids":
+            columns[column.name] = [f"[{i}, 7]" for i in range(count)]
         else:
             columns[column.name] = [f"{column.name} {i}" for i in range(count)]
     return columns | {"step": step}

@@ -303,6 +303,16 @@ def test_a_part_that_fails_only_where_a_column_is_read_is_not_reduced(sound, tmp
         reduce_run(load_run(run), tmp_path / "reduced")
 
 
+@pytest.mark.parametrize(
+    "ids", ["", "x", "{}", "[1, -2]", "[[1]]", "[2147483648]", '["1"]', "[" * 9999]
+)
+def test_token_ids_that_are_no_list_of_them_are_named(tmp_path, ids):
+    run = new_run(tmp_path / "run")
+    part_with(run, "rollouts", token_ids=pa.array(["[1]"] * 3 + [ids]))
+    with pytest.warns(UserWarning, match="no JSON list of token IDs"):
+        assert load_run(run).rollouts.empty
+
+
 def test_a_part_without_statistics_or_rows_is_read(tmp_path):
     run = new_run(tmp_path / "run")
     part = part_with(run, "tokens")

@@ -305,7 +305,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
         ("a", "is not empty"),
         ("b", r"contains a run and is not overwritten; use --out .*b-2"),
         ("b/below", "is inside the run"),
-        ("file", "is a file"),
+        ("file", "File exists"),
         ("file/below", "cannot be written"),
     ):
         with pytest.raises(UserError, match=words):
