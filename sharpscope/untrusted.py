@@ -5,6 +5,7 @@ A read returns a value or raises `UnreadableError` with one reason. A missing fi
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -120,7 +121,7 @@ def read_lines(path: Path, inside: Path | None = None) -> Iterator[tuple[int, st
             yield number, text
 
 
-def read_up_to(file: BinaryIO, most: int) -> bytes:
+def read_up_to(file: BinaryIO | io.BufferedIOBase, most: int) -> bytes:
     """At most so many bytes of a file, in pieces: one read would set aside the memory for `most` of them."""
     pieces = []
     while most > 0 and (piece := file.read(min(most, 1 << 20))):

@@ -306,7 +306,7 @@ def test_a_run_folder_is_never_overwritten(tmp_path):
         ("b", r"contains a run and is not overwritten; use --out .*b-2"),
         ("b/below", "is inside the run"),
         ("file", "File exists"),
-        ("file/below", "cannot be written"),
+        ("file/below", "cannot be created"),
     ):
         with pytest.raises(UserError, match=words):
             create_run_dir(tmp_path / name)
