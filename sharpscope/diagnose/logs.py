@@ -319,8 +319,10 @@ def _training(frame: pd.DataFrame, table: Table, framework: str | None) -> Train
     names = set(frame.columns)
     if framework == "TRL reward":
         return "reward model"
-    if {"chosen", "rejected"} & names or {"margin", "preference_accuracy"} & names:
+    if {"chosen", "rejected", "margin"} & names:
         return "preference"
+    if "preference_accuracy" in names and not {"reward", "reward_std"} & names:
+        return "preference"  # with a reward, it is a component of that name
     if "teacher_kl" in names:
         return "distillation"
     if _EPISODES & names:

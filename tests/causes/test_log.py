@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -9,6 +10,7 @@ import pandas as pd
 import pytest
 
 from sharpscope.causes.log import causes_of_log
+from sharpscope.diagnose import diagnose
 
 STEPS = 20
 INDEX = pd.RangeIndex(1, STEPS + 1, name="step")
@@ -81,3 +83,26 @@ def test_the_sentence_has_the_numbers():
     assert "-0.3 for each nat" in cause.sentence and "grows to 2" in cause.sentence
     (cause,) = causes_of_log(CASES["reward_not_finite"])
     assert cause.step == 7 and "-inf" in cause.sentence
+
+
+def test_a_component_named_accuracy_makes_no_training_on_preferences(tmp_path):
+    """TRL logs a reward function `accuracy` as rewards/accuracy/mean, and DPO its share of pairs as rewards/accuracies."""
+    rows = [
+        {
+            "step": step,
+            "loss": 0.1,
+            "reward": 0.5 * step,
+            "reward_std": 0.2,
+            "rewards/accuracy/mean": 0.4 / step,
+            "rewards/steps/mean": 0.5 * step - 0.4 / step,
+            "rewards/accuracy/std": 0.1,
+        }
+        for step in range(1, 25)
+    ]
+    log = tmp_path / "trainer_state.json"
+    log.write_text(json.dumps({"log_history": rows}))
+    found = diagnose(log)
+    assert found.log.training == "rewards"
+    assert [cause.sentence for cause in found.causes] == [
+        "The policy is paid for steps, not for accuracy."
+    ]
