@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from sharpscope.diagnose import diagnose, read_log, read_logs
@@ -197,6 +198,46 @@ SHAPES: dict[str, Callable[[], str]] = {
         lambda row: f"time=2025-03-04T12:00:00Z step={row['step']} " + pairs(row, " ", "=")
     ),
     "YAML": lambda: lines(lambda row: f"- step: {row['step']}\n  " + pairs(row, "\n  ", ": ")),
+    "values within a progress bar": lambda: "".join(
+        f"\rTraining: 5%|## | {row['step']}/50 [00:10<00:30, 2.0s/it, {pairs(row, ', ', '=')}]"
+        for row in ROWS
+    ),
+    "values within the bars of each step": lambda: lines(
+        lambda row: (
+            f"Train: 100%|#| 16/16 [00:10<00:00, 1.5it/s, {pairs(row, ', ', '=')}]\n"
+            f"Episode: 5%|#  | {row['step']}/50 [10:00<10:00, 60s/it]"
+        )
+    ),
+    "a table of pandas": lambda: pd.DataFrame(ROWS).to_string(),
+    "a header of NumPy": lambda: "# " + table(" "),
+    "tables of names and values": lambda: lines(
+        lambda row: (
+            "-" * 30
+            + "\n| rollout/ |  |\n"
+            + "".join(f"|    {key} | {row[key]} |\n" for key in KEYS)
+            + f"| time/ |  |\n|    iterations | {row['step']} |\n"
+            + "-" * 30
+        )
+    ),
+    **{
+        f"lines counted by {count.split(' ')[0].strip('[{')}": lambda count=count: lines(
+            lambda row: f"12:00 INFO {count.format(row['step'])} {pairs(row, ', ', ': ')}"
+        )
+        for count in (
+            *("Episode {}/50 |", "update={}", "Batch {}:", "rollout {} -", "steps: {},"),
+            *("num_updates={},", "[{}/50]"),
+        )
+    },
+    "arrows": lambda: lines(lambda row: f"[iter {row['step']}] " + pairs(row, " | ", " → ")),
+    "blocks with pictures": lambda: lines(
+        lambda row: f"🚀 Step {row['step']}\n   🏆 " + pairs(row, "\n   📏 ", ": ")
+    ),
+    "quoted values of logfmt": lambda: lines(
+        lambda row: f'step="{row["step"]}" ' + " ".join(f'{k}="{row[k]}"' for k in KEYS)
+    ),
+    "numbers after names": lambda: lines(
+        lambda row: f"step {row['step']} | " + pairs(row, " | ", ": ").replace("reward:", "reward")
+    ),
 }
 
 
@@ -373,3 +414,47 @@ def test_a_comma_before_three_digits_parts_thousands_unless_semicolons_part_colu
     file.write_text("\n".join(delimiter.join(line) for line in lines))
     frame = read_log(file).frame
     assert frame["reward"].tolist() == [value] * 19
+
+
+def test_a_step_of_thousands_is_one_number(tmp_path):
+    text = "".join(
+        f"Step {100 * n:,} | reward: {n / 40:.3f} | grad_norm: 0.3\n" for n in range(1, 31)
+    )
+    (tmp_path / "log").write_text(text)
+    assert list(read_log(tmp_path / "log").frame.index) == [100 * n for n in range(1, 31)]
+
+
+def test_what_slime_prints_of_a_rollout_and_of_its_step_are_one_row(tmp_path):
+    rows = "".join(
+        f"[2026-01-01] rollout.py:8 - perf {n}: {{'rollout/response_len/mean': 300.5, 'perf/rollout_time': 12.1}}\n"
+        f"[2026-01-01] data.py:2 - rollout {n}: {{'rollout/raw_reward': {n / 100}, 'rollout/advantages': 0.0}}\n"
+        f"[2026-01-01] model.py:7 - step {n}: {{'train/pg_loss': 0.01, 'train/grad_norm': 0.3, 'train/step': {n}}}\n"
+        for n in range(20)
+    )
+    (tmp_path / "log").write_text(rows)
+    log = read_log(tmp_path / "log")
+    assert log.framework == "slime" and list(log.frame.index) == list(range(20))
+    assert log.frame["reward"].tolist() == [n / 100 for n in range(20)]
+    assert log.frame["length"].tolist() == 20 * [300.5]
+    assert log.frame["grad_norm"].tolist() == 20 * [0.3]
+
+
+def test_a_trainer_that_compares_with_its_sampler_is_one_by_rewards(tmp_path):
+    text = "".join(
+        f"Step {n} | Time: 12.3s | Loss: 0.01 | Entropy: 0.5 | Mismatch KL: 0.0011 | Grad. Norm: 0.31 | LR: 1.00e-06\n"
+        for n in range(20)
+    )
+    (tmp_path / "log").write_text(text)
+    log = read_log(tmp_path / "log")
+    assert log.training == "rewards"
+    assert set(log.frame) == {"loss", "entropy", "mismatch_kl", "grad_norm", "lr"}
+
+
+def test_a_printed_timing_makes_no_dump_of_completions(tmp_path):
+    text = "".join(
+        f"==== Step {n}/30 ====\n  • Avg Reward: {n / 40}\n  • Generation KL Error: 0.001\n  • generation: 30.00s (50.0%)\n"
+        for n in range(1, 21)
+    )
+    (tmp_path / "log").write_text(text)
+    log = read_log(tmp_path / "log")
+    assert log.notes == () and log.frame["mismatch_kl"].tolist() == 20 * [0.001]
