@@ -595,17 +595,13 @@ class SigmoidWeight(Weighting):
 
 
 class EntropyWeight(SigmoidWeight):
-    """The sigmoid of u = −H [nats], H the entropy at the position, instead of the sampled token's logit.
+    """The calibrated sigmoid of u = −H [nats], H the entropy at the position, instead of the sampled token's logit.
 
     The control that separates the token's probability from the certainty of the policy at that position. The form is ours.
     """
 
     kind: Literal["entropy"] = "entropy"  # type: ignore[assignment]
     preset: ClassVar[str] = "calibrated"  # type: ignore[misc]
-    alpha: float | None = Field(2.0, gt=0, description="Gain.")
-    mu: float | None = Field(0.25, le=1, description="Subtracted from the sigmoid.")
-    L: float | None = Field(1.0, ge=0, description="Smallest weight.")
-    U: float | None = Field(1.4, gt=0, description="Largest weight, > L.")
 
     def statistic(self, step: StepTensors) -> Any:
         """−H: low entropy has the largest weight."""
