@@ -147,7 +147,7 @@ def test_every_algorithm_on_every_operator_is_that_of_the_dense_matrix(
     weights = (vectors.T @ (start / np.linalg.norm(start))) ** 2
     bumps = np.exp(-(((density.nodes[:, None] - values) / density.width) ** 2) / 2)
     expected = (bumps @ weights) / (density.width * math.sqrt(2 * math.pi))
-    np.testing.assert_allclose(density.values, expected, atol=1e-4 * expected.max())
+    np.testing.assert_allclose(density.values, expected, atol=1e-6 * expected.max())
     first = float(weights @ values)
     assert float((density.weights * density.ritz).sum()) == pytest.approx(first, abs=bound)
 
