@@ -166,8 +166,8 @@ def tokens_of_step(run: Run, step: int) -> pd.DataFrame:
     shares = step_shares(run, step)
     if len(shares):
         tokens[SHARE] = tokens[SHARE].where(tokens["update"] == shares["update"].iloc[0])
-    of = run.frame("rollouts", step, ["rollout", "group"]).set_index("rollout")["group"]
-    # a damaged part of the rollouts was set aside, with a warning
+    # A damaged part of the rollouts is set aside, with a warning, when its damaged column is read.
+    of = run.frame("rollouts", step, _OF_ROLLOUT).set_index("rollout")["group"]
     tokens = tokens[tokens["rollout"].isin(of.index)]
     tokens = tokens.astype(dict.fromkeys(_READ[2:], float)).assign(group=tokens["rollout"].map(of))
     tokens = tokens.sort_values(["rollout", "position"], ignore_index=True)

@@ -24,6 +24,7 @@ from sharpscope.analysis import path_sections, watch
 from sharpscope.analysis.measures import evaluations
 from sharpscope.analysis.reduction import reduce_run
 from sharpscope.analysis.sections import to_records
+from sharpscope.analysis.update_parts import component_sections
 from sharpscope.errors import UserError
 from sharpscope.traces import (
     TABLES,
@@ -557,3 +558,16 @@ def test_rows_that_are_there_twice_count_once(sound, tmp_path, table):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         to_records(path_sections([run]))
+
+
+def test_components_of_a_step_whose_completions_are_damaged_are_not_known(sound, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(sound, run)
+    for part in (run / "traces/rollouts").iterdir():
+        table = pq.read_table(part)
+        place = table.schema.get_field_index("reward_parts")
+        wrong = pa.array(["x"] * len(table))
+        pq.write_table(table.set_column(place, table.schema.field(place), wrong), part)
+    with pytest.warns(UserWarning, match="no JSON object of numbers"):
+        sections = component_sections(load_run(run), 1)
+    assert "Not split" in str(sections[0].content)
