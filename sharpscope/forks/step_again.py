@@ -166,18 +166,26 @@ class StepAgain:
 
     def scores(self) -> tuple[dict[str, Tensor], Sequence[UpdateResult]]:
         """Effects on the prepared outcomes and `share` (N, T), sums over the updates, and the updates, which are made."""
+        scores = dict[str, Tensor]()
+        for name, parts in self.prepared.items():
+            # an outcome's gradient is as large as the model, so that there is one at a time
+            self.update(None, None)
+            with guarded(self.scorer.model):
+                q = parts[0].gradient()[1]
+            scores[name], _ = self._along(q)
+        scores["share"], updates = self._along(None)
+        return scores, updates
+
+    def _along(self, q: Sequence[Tensor] | None) -> tuple[Tensor, Sequence[UpdateResult]]:
+        """Effects of the tokens (N, T) on an outcome with gradient q, None: their shares of ‖∇L‖²; and the updates, which are made."""
         rollouts = self.rollouts
         model = self.scorer.model
-        width = self.rollouts.prompt_width
+        width = rollouts.prompt_width
         parameters = [p for p in model.parameters() if p.requires_grad]
-        updates = self.update(None, None)
-        with guarded(model):
-            q = {name: parts[0].gradient()[1] for name, parts in self.prepared.items()}
-        shape = rollouts.completion_mask.shape
-        scores = {name: torch.zeros(shape, dtype=torch.float64) for name in (*q, "share")}
+        sums = torch.zeros(rollouts.completion_mask.shape, dtype=torch.float64)
 
         def observe(update: PendingUpdate) -> None:
-            """Add the effects and shares of an update's tokens."""
+            """Add the values of an update's tokens."""
             if update.clips is None:
                 raise UserError(
                     "--without: the method gives the optimizer another gradient than the loss's (method.sharpness)"
@@ -189,16 +197,17 @@ class StepAgain:
                 torch.zeros_like(p) if p.grad is None else p.grad.detach().clone()
                 for p in parameters
             ]
-            coming = ComingStep(self.optimizer, parameters, gradient, update.clips)
+            if q is None:
+                direction = [g / update.grad_norm**2 for g in gradient]
+            else:
+                direction = ComingStep(self.optimizer, parameters, gradient, update.clips).pull(q)
             coef = F.pad(update.loss_coef.to(part.input_ids.device), (width, 0)).to(gradient[0])
-            scale = len(updates) * update.grad_norm**2
-            for name, sums in scores.items():  # a direction is as large as the model: one at a time
-                direction = coming.pull(q[name]) if name in q else [g / scale for g in gradient]
-                given = (part.input_ids, (coef != 0).long(), coef, direction, part.attention_mask)
-                found = attribute(model, *given, self.temperature)[:, width:]
-                sums[update.rows] += found.double().cpu()
+            given = (part.input_ids, (coef != 0).long(), coef, direction, part.attention_mask)
+            found = attribute(model, *given, self.temperature)[:, width:]
+            sums[update.rows] += found.double().cpu()
 
-        return scores, self.update(None, observe)
+        updates = self.update(None, observe)
+        return sums / len(updates) if q is None else sums, updates
 
     def others(self, leading: Tensor, score: Tensor) -> Tensor:
         """As many tokens as the leading ones (N, T), drawn from the others with a score."""
