@@ -343,17 +343,17 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     rows = []
     for measure, of_measure in ends.groupby("measure", sort=False):
         for label, several in of_measure.groupby("setting", sort=False):
-            steps = filter(None, [_span(several["first_step"]), _span(several["last_step"])])
+            steps = [*filter(None, [_span(several["first_step"]), _span(several["last_step"])])]
+            named = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}"
             worst = several["saturation"].max()
             full = " (saturated)" if worst > MAX_SATURATION else ""
             cells = {
-                "measure": measure,
+                "measure": f"{measure}; {named}",
                 "setting": method_label(str(label)),
-                "steps": " and ".join(steps),
                 "at the first": _value_text(several, "first"),
                 "at the last": _value_text(several, "last"),
                 "change": change_text(*over_seeds(several[["change", "change_half"]])),
-                "of the possible rise": percent(worst) + full if worst >= 0 else "–",
+                "of possible": percent(worst) + full if worst >= 0 else "–",
             }
             rows.append(cells)
     frame = _dense(pd.DataFrame(rows))
@@ -362,7 +362,7 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
         "critical learning rate. ± or [ ]: 95 % interval over prompts or seeds; critical sharpness is of the update's own batch and has "
         "none, relative critical sharpness is of other prompts."
     )
-    if "of the possible rise" in frame:
+    if "of possible" in frame:
         note += f" Above {percent(MAX_SATURATION)} of the possible rise it says how many answers are right, not how sharp the loss is."
     if len(runs) == 1 and (said := critical_text(runs[0][1].probes)):
         note += f" Last update measured: {said}."

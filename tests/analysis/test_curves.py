@@ -80,7 +80,7 @@ def test_what_never_varies_is_named_and_one_point_is_not_drawn(tmp_path):
 
 def test_a_long_run_is_averaged_in_blocks_and_spikes_are_marked(tmp_path):
     norms = {step: 50.0 if step == 60 else 1 + 0.01 * (step % 7) for step in range(1, 91)}
-    write(tmp_path / "a", 90, grad_norm=norms.get, reward_mean=float)
+    write(tmp_path / "a", 90, grad_norm=norms.get, reward_mean=float, kl_step=lambda step: 0.01)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(curves, "POINTS", 40)
         made = charts_of(Study({"a": load_run(tmp_path / "a")}))
@@ -92,7 +92,7 @@ def test_a_long_run_is_averaged_in_blocks_and_spikes_are_marked(tmp_path):
 
 def test_events_of_the_training_come_before_those_of_the_machine(tmp_path):
     norms = {step: 50.0 if step == 20 else 1 + 0.01 * (step % 7) for step in range(1, 31)}
-    write(tmp_path / "a", 30, grad_norm=norms.get, reward_mean=float)
+    write(tmp_path / "a", 30, grad_norm=norms.get, reward_mean=float, kl_step=lambda step: 0.01)
     one = {"severity": "warning", "value": 1.0, "threshold": 0.5, "action": "warn", "message": ""}
     with TraceWriter(tmp_path / "a") as writer:
         for rule, step in (
