@@ -46,6 +46,7 @@ from sharpscope.analysis.text import (
     number,
     percent,
     printable,
+    real,
     value_text,
 )
 from sharpscope.analysis.token_values import (
@@ -73,6 +74,8 @@ HEADLINE = (
 )
 """What the headline compares, in this order: ends or beginnings of quantities of `compare_runs`, not of the split `train`."""
 COVERED = "±: 95 % interval. One pair: over steps or prompts, which says nothing about other seeds; several: Student's t over pairs."
+Estimated = Mapping[Hashable, Any]
+"""A row of `sharpness_rows`."""
 
 
 @dataclass(frozen=True)
@@ -371,13 +374,16 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
 
 def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
     """For each measure of a run its first estimate, and where there are several steps the last one and the change."""
-    for measure, rows in sharpness_rows(run).groupby("measure", sort=False):
-        first = rows.iloc[0]
-        last = rows.iloc[-1]
+    estimates = dict[str, list[Estimated]]()
+    for row in sharpness_rows(run).to_dict("records"):
+        estimates.setdefault(row["measure"], []).append(row)
+    for measure, rows in estimates.items():
+        first, last = rows[0], rows[-1]
+        saturations = [row["saturation"] for row in rows if pd.notna(row["saturation"])]
         ends = {
             "setting": setting,
             "measure": measure,
-            "saturation": rows["saturation"].astype(float).max(),
+            "saturation": max(saturations, default=math.nan),
             "first_step": first["step"],
             "first": first["value"],
             "first_half": first["half"],
@@ -386,8 +392,8 @@ def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
         again = dict.fromkeys(
             ("last_step", "last", "last_half", "last_text", "change", "change_half"), math.nan
         )
-        if rows["step"].nunique() > 1:
-            change, half = _paired(run, rows)
+        if first["step"] != last["step"]:
+            change, half = _paired(run, first, last)
             again = {"last_step": last["step"], "last": last["value"], "last_half": last["half"]}
             again |= {"change": change, "change_half": half, "last_text": last["text"]}
         yield ends | again
@@ -412,35 +418,32 @@ def _dense(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.drop(columns=[*alone, *(name for name in frame if (frame[name] == "–").all())])
 
 
-def _paired(run: Run, part: pd.DataFrame) -> tuple[float, float]:
+def _paired(run: Run, first: Estimated, last: Estimated) -> tuple[float, float]:
     """Last minus first of a run's estimates, with half of its interval over prompts; NaN without values by prompt."""
-    ends = part.iloc[[0, -1]]
-    start, end = ends["value"].astype(float)
+    change = float(last["value"]) - float(first["value"])
     values = _prompt_values(run)
-    first, last = (values.get(key, {}) for key in _estimate_keys(ends))
-    if ends["low"].notna().any() and ends["half"].isna().all():
+    start, end = (values.get(_estimate_key(row), {}) for row in (first, last))
+    one_sided = all(pd.isna(row["half"]) for row in (first, last))
+    if one_sided and any(pd.notna(row["low"]) for row in (first, last)):
         return math.nan, math.nan  # how far the ends of two such intervals can differ is not known
-    if len(first) < 2 or set(first) != set(last):
-        return end - start, math.nan
-    each = np.array([last[prompt] - first[prompt] for prompt in first])
-    return end - start, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
+    if len(start) < 2 or set(start) != set(end):
+        return change, math.nan
+    each = np.array([end[prompt] - start[prompt] for prompt in start])
+    return change, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
 
 
-def _estimate_keys(rows: pd.DataFrame) -> Iterator[tuple[object, ...]]:
-    """What tells each estimate of the probes from another; None for what is null."""
-    names = ["step", "probe_set", "functional", "parameters", "quantity", "rho", "seed"]
-    columns = rows[names].astype(object)
-    return columns.where(columns.notna(), None).itertuples(index=False, name=None)
+def _estimate_key(row: Estimated) -> tuple[object, ...]:
+    """What tells an estimate of the probes from another; None for what is null."""
+    names = ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed")
+    return tuple(None if pd.isna(row[name]) else row[name] for name in names)
 
 
 @per_run
 def _prompt_values(run: Run) -> dict[tuple[object, ...], dict[object, float]]:
     """Estimate → prompt → its first value."""
     found: dict[tuple[object, ...], dict[object, float]] = {}
-    rows = run.probe_prompts
-    places = zip(_estimate_keys(rows), rows["prompt"], known(rows["value"]), strict=True)
-    for key, prompt, value in places:
-        found.setdefault(key, {}).setdefault(prompt, float(value))
+    for row in run.probe_prompts.to_dict("records"):
+        found.setdefault(_estimate_key(row), {}).setdefault(row["prompt"], real(row["value"]))
     return found
 
 
