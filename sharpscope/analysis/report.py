@@ -46,7 +46,6 @@ from sharpscope.analysis.text import (
     number,
     percent,
     printable,
-    real,
     value_text,
 )
 from sharpscope.analysis.token_values import (
@@ -432,18 +431,25 @@ def _paired(run: Run, first: Estimated, last: Estimated) -> tuple[float, float]:
     return change, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
 
 
+IDENTITY = ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed")
+"""Columns that tell an estimate of the probes from another."""
+
+
 def _estimate_key(row: Estimated) -> tuple[object, ...]:
-    """What tells an estimate of the probes from another; None for what is null."""
-    names = ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed")
-    return tuple(None if pd.isna(row[name]) else row[name] for name in names)
+    """IDENTITY of a row; None for what is null."""
+    return tuple(None if pd.isna(row[name]) else row[name] for name in IDENTITY)
 
 
 @per_run
 def _prompt_values(run: Run) -> dict[tuple[object, ...], dict[object, float]]:
     """Estimate → prompt → its first value."""
     found: dict[tuple[object, ...], dict[object, float]] = {}
-    for row in run.probe_prompts.to_dict("records"):
-        found.setdefault(_estimate_key(row), {}).setdefault(row["prompt"], real(row["value"]))
+    rows = run.probe_prompts
+    columns = (rows[name].astype(object).where(rows[name].notna(), None) for name in IDENTITY)
+    for key, prompt, value in zip(
+        zip(*columns, strict=True), rows["prompt"], known(rows["value"]), strict=True
+    ):
+        found.setdefault(key, {}).setdefault(prompt, float(value))
     return found
 
 
