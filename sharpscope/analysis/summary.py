@@ -128,7 +128,7 @@ def verdict_parts(run: Run) -> tuple[str, str]:
     more = [*findings(run), *_leading_tokens(run)]
     if named:
         return named, " ".join(filter(None, [learned, *more]))
-    return learned or "No step is recorded yet.", " ".join(more)
+    return learned or _recorded(run), " ".join(more)
 
 
 def _learned(run: Run) -> Iterator[str]:
@@ -138,6 +138,18 @@ def _learned(run: Run) -> Iterator[str]:
             name = one.title.removesuffix(" [%]")
             unit = " %" if "[%]" in one.title else ""
             yield f"{name[0].upper()}{name[1:]} {one.first} → {one.last}{unit}."
+
+
+def _recorded(run: Run) -> str:
+    """The loss at the start and the end of a training without a reward, else how many steps there are."""
+    count = len(run.steps)
+    loss = run.steps["loss"].dropna().to_numpy(float)
+    if not count:
+        return "No step is recorded yet."
+    if len(loss) < 2:
+        return "1 step is recorded." if count == 1 else f"{count:,} steps are recorded."
+    tenth = -(-len(loss) // 10)
+    return f"Loss {number(loss[:tenth].mean())} → {number(loss[-tenth:].mean())}."
 
 
 def _leading_tokens(run: Run) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sharpscope.causes import Cause, causes_of_log, verdict
+from sharpscope.causes.verdict import open_text
 from sharpscope.traces import load_run
 
 if TYPE_CHECKING:
@@ -17,8 +18,11 @@ if TYPE_CHECKING:
 
 MOST = 3
 """Causes that are shown."""
-UNCERTAIN = ("wrong_end_token", "reference_moves")
-"""Causes that a log without tokens cannot tell from a short length limit, or from a KL that is not computed."""
+UNCERTAIN = {"wrong_end_token": {"truncation"}, "reference_moves": set[str]()}
+"""Causes that a log without tokens cannot tell from a harmless one, and the rules whose findings they explain.
+
+Their sentences name both. They are shown where no other finding has a warning, which would say more.
+"""
 WEAK = "reference_differs"
 """Cause that is no fault where another reference is meant, and explains nothing that is critical."""
 
@@ -34,10 +38,21 @@ def shown_causes(log: Log, findings: Sequence[Finding]) -> list[Cause]:
     if "reward" in log.frame:
         frame["reward"] = log.frame["reward"]
     found = causes_of_log(frame.join(log.components))
-    left_out = set(UNCERTAIN)
+    grave = {finding.rule.name for finding in findings if finding.severity != "info"}
+    left_out = {name for name, explained in UNCERTAIN.items() if grave - explained}
     if any(finding.severity == "critical" for finding in findings):
         left_out.add(WEAK)
     return [cause for cause in found if cause.name not in left_out][:MOST]
+
+
+def checked_identities(log: Log) -> str:
+    """How many identities of a recorded run hold, and which do not; empty where none could be checked."""
+    if not (log.path / "run.json").is_file():
+        return ""
+    told = verdict(load_run(log.path))
+    if not told.results:
+        return ""
+    return ". ".join([told.count, *map(open_text, told.violated)])
 
 
 def stopped_causes(path: Path) -> list[Cause]:

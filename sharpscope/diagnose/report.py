@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from sharpscope.diagnose.causes import shown_causes
+from sharpscope.diagnose.causes import checked_identities, shown_causes
 from sharpscope.diagnose.changes import Change, changes
 from sharpscope.diagnose.findings import Finding, find, judged, order_of
 from sharpscope.diagnose.logs import Log, read_log, read_logs
@@ -60,6 +60,7 @@ class Diagnosis:
     ]  # rules that applied, the likeliest cause first; the text shows `MOST` of them
     order: list[Change]  # of the quantities, by step
     causes: tuple[Cause, ...] = ()  # come before the findings
+    checked: str = ""  # what the identities of a recorded run say that is too short for its curves
 
     @property
     def finding(self) -> str:
@@ -74,6 +75,9 @@ class Diagnosis:
 
     def _nothing(self) -> str:
         """What is said of a log without findings."""
+        if self.checked:
+            count = _steps(self.log)
+            return f"No cause is seen in {count}: {self.checked}. The curves need {FEWEST} steps or more."
         names = ", ".join(BY_NAME[name].title for name in list(self.log.frame.columns)[:6])
         missing = too_little(self.log)
         if missing:
@@ -276,13 +280,21 @@ def _judged(log: Log, look: bool = True) -> Diagnosis:
     found = changes(log)
     findings = find(log, found)
     causes = shown_causes(log, findings) if look else []
+    checked = ""
     if not findings and not causes and len(log.frame) < FEWEST:
-        count = len(log.frame)
-        steps = "1 step" if count == 1 else f"{count} steps"
-        told = " ".join((learned(log), *log.notes))
-        raise UserError(f"{log.path}: {steps}; a judgement needs {FEWEST} or more. {told}")
+        checked = checked_identities(log) if look else ""
+        if not checked:
+            told = " ".join((learned(log), *log.notes))
+            raise UserError(
+                f"{log.path}: {_steps(log)}; a judgement needs {FEWEST} or more. {told}"
+            )
     shown = tuple(Cause(sentence=c.sentence, step=c.step, details=c.details) for c in causes)
-    return Diagnosis(log, findings, order_of(findings, found), shown)
+    return Diagnosis(log, findings, order_of(findings, found), shown, checked)
+
+
+def _steps(log: Log) -> str:
+    count = len(log.frame)
+    return "1 step" if count == 1 else f"{count:,} steps"
 
 
 def sparkline(values: Values, width: int = 40, log: bool = False) -> str:

@@ -212,6 +212,8 @@ class LoopRecorder(Recorder):
         rewards: Rewards | Mapping[str, Rewards] | None = None,
         groups: Tensor | Sequence[Hashable] | None = None,
         policy_versions: Tensor | Sequence[int] | None = None,
+        truncated: Tensor | Sequence[bool] | None = None,
+        kl: Tensor | None = None,
     ) -> None:
         """Say what the coming backward pass differentiates; a hook on `logp` gives each token's coefficient, whatever the loss.
 
@@ -221,8 +223,7 @@ class LoopRecorder(Recorder):
         Args:
             logp: (n, W) ln π of the tokens, from which the loss is made [nats].
             input_ids: (n, L) prompts and completions.
-            completion_mask: (n, L), or (n, T) of the last T columns: 1 on the tokens in the loss. A completion whose last one is
-                no end token counts as cut.
+            completion_mask: (n, L), or (n, T) of the last T columns: 1 on the tokens in the loss.
             attention_mask: (n, L) 0 on padding; None: padding is what equals the padding token on the left, and what follows
                 the last token in the loss.
             old_logp: ln π_old, for the ratio; None: the ratio is 1.
@@ -232,12 +233,17 @@ class LoopRecorder(Recorder):
             rewards: (n,) total rewards, or the components by name whose sum they are.
             groups: (n,) names of the prompts' groups; None: each row is a group.
             policy_versions: (n,) versions of the policy that drew the completions, by your count.
+            truncated: (n,) whether a completion was cut at the length limit; None: one whose last token in the loss is no end
+                token.
+            kl: the loss's KL term, made from `logp`: like `logp`, each value from that of its own token, or a scalar. It gives the
+                term's part of the coefficients (`kl_coef`), which is null without it where `ref_logp` is given.
         """
         values = {"old_logp": old_logp, "sampler_logp": sampler_logp, "ref_logp": ref_logp}
         per_row = {"advantages": advantages, "rewards": rewards, "groups": groups}
-        per_row["policy_versions"] = policy_versions
+        per_row |= {"policy_versions": policy_versions, "truncated": truncated}
         given = {name: value for name, value in (values | per_row).items() if value is not None}
-        self.in_step(partial(self._tokens, logp, input_ids, completion_mask, attention_mask, given))
+        about = (logp, input_ids, completion_mask, attention_mask, given, kl)
+        self.in_step(partial(self._tokens, *about))
 
     def step(
         self,
@@ -283,7 +289,13 @@ class LoopRecorder(Recorder):
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
     def _tokens(
-        self, logp: Tensor, ids: Tensor, mask: Tensor, present: Tensor | None, given: dict[str, Any]
+        self,
+        logp: Tensor,
+        ids: Tensor,
+        mask: Tensor,
+        present: Tensor | None,
+        given: dict[str, Any],
+        kl: Tensor | None,
     ) -> None:
         self.drop_update()
         if any(logp is one for one in self._told):
@@ -335,9 +347,13 @@ class LoopRecorder(Recorder):
             ref = known("ref_logp", theirs)
             loss |= {"ref_logp": ref, "kl": k3(theirs, ref), "clipped": torch.zeros_like(change)}
 
-        def hook(keep: Callable[[Tensor], None], rows: Tensor, gradient: Tensor) -> None:
+        # before the hook on `logp`, which a derivative by it would call
+        kl_part = None if kl is None else _kl_part(kl, logp)
+
+        def hook(keep: Callable[..., None], rows: Tensor, gradient: Tensor) -> None:
             """Take the coefficients of a batch's rows."""
-            self.safely(lambda: keep(sequences.gather(gradient, shift)[rows]))
+            parts = [gradient] if kl_part is None else [gradient, kl_part]
+            self.safely(lambda: keep(*(sequences.gather(part, shift)[rows] for part in parts)))
 
         opened = partial(self._open, sequences.rollouts, known, given)
         for serial, rows, mine in self._pieces(sequences.rollouts, opened):
@@ -391,14 +407,14 @@ class LoopRecorder(Recorder):
                 if alone
                 else known("advantages", torch.zeros_like(inside, dtype=torch.float64))
             )
-        lasts = [
-            row[at][-1:].tolist() for row, at in zip(rollouts.completion_ids, inside, strict=True)
-        ]
+        cut = given.get("truncated")
+        if cut is None:
+            rows_inside = zip(rollouts.completion_ids, inside, strict=True)
+            lasts = [row[at][-1:].tolist() for row, at in rows_inside]
+            cut = [not (x and x[0] in self.policy.eos_ids) for x in lasts]
         whole = replace(
             rollouts.with_reward(scored.sum(1)),
-            truncated=torch.tensor(
-                [not (x and x[0] in self.policy.eos_ids) for x in lasts], device=device
-            ),
+            truncated=torch.as_tensor(cut, dtype=torch.bool, device=device),
             behavior_logp=known("sampler_logp", rollouts.behavior_logp),
         )
         rows = torch.tensor(new, device=device)
@@ -462,6 +478,30 @@ class LoopRecorder(Recorder):
                 model=self.model, optimizer=self.optimizers[0], loss_fn=value, clip_factor=factor
             )
         )
+
+
+def _kl_part(kl: Tensor, logp: Tensor) -> Tensor:
+    """Zeros like `logp` that the backward pass fills with the KL term's part of the coefficients, ∂L/∂kl · ∂kl/∂ln π.
+
+    Raises:
+        UserError: `kl` has another shape, or is not made from `logp`.
+    """
+    if kl.dim() and kl.shape != logp.shape:
+        shapes = f"kl {tuple(kl.shape)} does not fit logp {tuple(logp.shape)}"
+        raise UserError(f"record: {shapes}; give a value for each token, or a scalar")
+    slope = None
+    if kl.requires_grad:
+        (slope,) = torch.autograd.grad(kl.sum(), logp, retain_graph=True, allow_unused=True)
+    if slope is None:
+        raise UserError("record: kl is not made from logp; give the term as it enters the loss")
+    part = torch.zeros_like(slope)
+
+    def fill(gradient: Tensor) -> None:
+        """Take ∂L/∂kl, which comes before the gradient of `logp`."""
+        part.copy_(gradient.detach() * slope)
+
+    kl.register_hook(fill)
+    return part
 
 
 def _present(ids: Tensor, counted: Tensor, pad: int) -> Tensor:

@@ -427,7 +427,11 @@ class SupervisedRecorder(TrainerRecorder):
         parts = [{"chosen": 1.0 - row % 2} if self.pairs else {} for row in range(n)]
         made = self.open_batch(rollouts, torch.zeros(n, dtype=torch.float64), parts=parts)
         ours, mask = made.tokens.stats.logp, rollouts.completion_mask.bool()
-        keep = self.capture.use(made.serial, torch.arange(n))
+        known = {}
+        if found.reference is not None:  # the loss has no KL term of its own
+            reference = torch.where(mask, sequences.gather(found.reference.to(ours)), 0.0)
+            known = {"ref_logp": reference, "kl_share": torch.zeros_like(reference)}
+        keep = self.capture.use(made.serial, torch.arange(n), known)
         tokens, number = int(mask.sum()), found.labels
         if found.kind == "log_probs":
             self.capture.gaps.append(
@@ -450,9 +454,11 @@ class SupervisedRecorder(TrainerRecorder):
         """Context that hooks what the gradient of the loss reaches first: the model's log-probabilities, or its own loss.
 
         Gives an object with `kind`, empty if neither was found; `values`; `labels`, the number N that the model's loss is divided by;
-        and `keep`, which is called with the gradient.
+        `reference`, the log-probabilities of the reference's pass, None without one; and `keep`, which is called with the gradient.
         """
-        found = SimpleNamespace(kind="", values=None, labels=0.0, keep=lambda _: None)
+        found = SimpleNamespace(
+            kind="", values=None, labels=0.0, reference=None, keep=lambda _: None
+        )
 
         def hook(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
             """Hook the first output of the model that requires a gradient."""
@@ -469,8 +475,19 @@ class SupervisedRecorder(TrainerRecorder):
                 found.labels = float((labels[:, 1:] != IGNORED).sum() if count is None else count)
             values.register_hook(lambda gradient: found.keep(gradient))  # noqa: PLW0108 - `keep` is set later
 
-        handle = self.model.register_forward_hook(hook, with_kwargs=True)
+        def see(_: object, __: object, output: object) -> None:
+            """Keep what the reference gives: a model of its own, or this one without its adapters."""
+            logp = getattr(output, "log_probs", None)
+            if isinstance(logp, Tensor) and not logp.requires_grad:
+                found.reference = logp
+
+        handles = [self.model.register_forward_hook(hook, with_kwargs=True)]
+        if self.pairs:
+            reference = getattr(self.trainer, "ref_model", None)
+            asked = self.model if reference is None else reference
+            handles.append(asked.register_forward_hook(see))
         try:
             yield found
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()

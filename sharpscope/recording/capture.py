@@ -124,7 +124,7 @@ class StepCapture:
         rows: Tensor,
         known: Mapping[str, Tensor] = MappingProxyType({}),
         used: Tensor | None = None,
-    ) -> Callable[[Tensor], None]:
+    ) -> Callable[..., None]:
         """Record that a micro-batch of the present update uses the rows (n,) of a batch; returns what takes ∂L/∂log π (n, T) of them.
 
         `used` (n, T) marks the tokens that take part; None: all in the loss. `known` is what the loss does with them, (n, T) each
@@ -132,14 +132,15 @@ class StepCapture:
         `ratio`: π/π_old, of tokens or sequences. `log_ratio`: ln π − ln π_old of the token [nats]. `clipped`: −1 the lower
         bound acts, 1 the upper, 0 none; else it acts where the advantage is not 0 and the coefficient is. `kl`: k3 [nats].
         `kl_share`: part of the coefficient that a KL term has; else 0 without a reference and not known with one. Further columns
-        (`FIRST_USE`) are kept as they are, such as `correction`, the loss's factor for the sampler's policy.
+        (`FIRST_USE`) are kept as they are, such as `correction`, the loss's factor for the sampler's policy. What takes the
+        gradient also takes the KL term's part of it, (n, T), where that is known only then.
         """
         batch = self.batch(serial)
         derived = "clipped" not in known
         mask = batch.rollout_batch.rollouts.completion_mask[rows.to(batch.device)].bool().cpu()
         if used is not None:
             mask = used.cpu()
-        elif known:
+        elif "ratio" in known:
             # a micro-batch can be narrower than the whole batch
             mask = mask[:, : known["ratio"].shape[1]]
         width = mask.shape[1]
@@ -156,7 +157,7 @@ class StepCapture:
         tokens.write(torch.arange(len(rows)), mask, **written)
         share = values.pop("kl_share")
 
-        def keep(gradient: Tensor) -> None:
+        def keep(gradient: Tensor, of_kl: Tensor | None = None) -> None:
             """Record the coefficients and what follows from them."""
             coef = gradient.detach()[:, :width].to("cpu", tokens.coef.dtype)
             self.not_finite += first_not_finite({"coefficient": coef}, mask, micro)
@@ -165,7 +166,8 @@ class StepCapture:
                 stopped = mask & (tokens.coef == 0) & (batch.tokens.advantage[rows][:, :width] != 0)
                 tokens.clipped = torch.where(stopped, tokens.log_ratio.sign(), 0).to(torch.int8)
             if "kl_coef" not in values:
-                values["kl_coef"] = torch.where(mask, tokens.coef * share, 0.0)
+                part = tokens.coef * share if of_kl is None else of_kl[:, :width].to(tokens.coef)
+                values["kl_coef"] = torch.where(mask, part, 0.0)
             self.pending.append(TokenUse(serial, rows, {**vars(tokens), **values}))
 
         return keep

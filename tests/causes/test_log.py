@@ -85,6 +85,31 @@ def test_the_sentence_has_the_numbers():
     assert cause.step == 7 and "-inf" in cause.sentence
 
 
+def judged(frame, tmp_path):
+    """The sentences that `diagnose` begins with for a log."""
+    path = tmp_path / "log.jsonl"
+    rows = frame.rename(columns={"truncated": "completions/clipped_ratio"}).reset_index()
+    path.write_text("\n".join(json.dumps(row) for row in rows.to_dict("records")))
+    return [cause.sentence for cause in diagnose(path).causes]
+
+
+@pytest.mark.parametrize(
+    ("cause", "first", "second"),
+    [
+        ("wrong_end_token", "the end token of tokenizer and sampler", "the length limit"),
+        ("reference_moves", "the reference is the policy itself", "the KL is not computed"),
+    ],
+)
+def test_where_two_causes_fit_both_are_named_unless_something_graver_is_seen(
+    cause, first, second, tmp_path
+):
+    (sentence,) = judged(CASES[cause], tmp_path)
+    assert f"either {first}" in sentence and f", or {second}" in sentence
+    assert judged(log(), tmp_path) == []
+    collapsed = np.where(np.arange(STEPS) < 10, 0.5, 1e-4)
+    assert judged(CASES[cause].assign(entropy=collapsed), tmp_path) == []
+
+
 def test_a_component_named_accuracy_makes_no_training_on_preferences(tmp_path):
     """TRL logs a reward function `accuracy` as rewards/accuracy/mean, and DPO its share of pairs as rewards/accuracies."""
     rows = [

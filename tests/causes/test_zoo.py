@@ -47,6 +47,14 @@ def test_a_shortened_run_names_its_cause_in_show_and_diagnose(case, tmp_path):
 def test_a_short_healthy_run_names_no_cause(tmp_path):
     assert first("healthy_loop", tmp_path, 3) == []
     assert [run.named() for run in judged(tmp_path, [0])] == [[]]
+    run = tmp_path / "healthy_loop-0" / "run"
+    held = verdict(load_run(run)).count
+    count = int(held.split()[0])
+    assert count > 20 and held == f"{count} identities checked, {count} hold"
+    line = shown("diagnose", run).splitlines()[0]
+    said = f"No cause is seen in 3 steps: {held}. The curves need 5 steps or more."
+    assert line == f"{run}: {said}"
+    assert json.loads(shown("diagnose", run, "--json"))["finding"] == said
 
 
 @pytest.mark.slow

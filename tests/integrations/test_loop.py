@@ -212,6 +212,83 @@ def test_each_number_is_autograds_and_the_weights_are_the_same(
         assert result.exit_code == 0, (result.output, result.exception)
 
 
+def loop_with_reference(said: str, out: Path | None = None) -> list[torch.Tensor]:
+    """A loss with a KL term, of which the loop says it `said`; two micro-batches an update; returns the weights at last."""
+    model, reference = small_model(), small_model(model={"seed": 1})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    rec: Any = None
+    if out is not None:
+        rec = sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=out, recording=ALL)
+    for step in range(2):
+        b = drawn(model, step)
+        for rows in (slice(0, 8), slice(8, 16)):
+            logp = logps(model, b["ids"][rows], b["attention"][rows])
+            with torch.no_grad():
+                ref = logps(reference, b["ids"][rows], b["attention"][rows])
+            mask = b["mask"][rows, 1:]
+            each = (ref - logp).exp() - 1 - (ref - logp)
+            mean = 0.3 * (each * mask).sum() / mask.sum()
+            loss = -(logp * b["advantages"][rows, None] * mask).sum() / mask.sum() + mean
+            if rec is not None:
+                known = {"none": {}, "each": {"kl": each}, "mean": {"kl": mean}}[said]
+                cut = [row % 3 == 0 for row in range(8)]
+                known |= {name: b[name][rows] for name in ("advantages", "rewards", "groups")}
+                rec.tokens(
+                    logp, b["ids"][rows], b["mask"][rows], ref_logp=ref, truncated=cut, **known
+                )
+            (loss / 2).backward()
+        if rec is not None:
+            rec.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    if rec is not None:
+        rec.close()
+    return [value.detach().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("said", ["none", "each", "mean"])
+def test_the_kl_terms_part_of_the_coefficients_is_known_where_the_loop_says_it(
+    said: str, tmp_path: Path
+):
+    plain, kept = loop_with_reference(said), loop_with_reference(said, tmp_path / "run")
+    assert all(torch.equal(one, other) for one, other in zip(plain, kept, strict=True))
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.status == "finished" and run.rollouts["truncated"].tolist() == 4 * [
+        row % 3 == 0 for row in range(8)
+    ]
+    tokens = run.tokens(steps=[1])
+    assert len(tokens) > 20 and tokens["ref_logp"].notna().all()
+    if said == "none":
+        assert tokens["kl_coef"].isna().all()
+        return
+    count = tokens.groupby(tokens["rollout"] // 8)["logp"].transform("size")  # of the micro-batch
+    expected = 0.3 / 2 / count * -np.expm1(tokens["ref_logp"] - tokens["logp"])
+    np.testing.assert_allclose(tokens["kl_coef"], expected, rtol=1e-3, atol=1e-6)
+    policy = -tokens["advantage"] / 2 / count
+    np.testing.assert_allclose(
+        tokens["loss_coef"] - tokens["kl_coef"], policy, rtol=1e-3, atol=1e-6
+    )
+
+
+@pytest.mark.may_stop
+def test_a_kl_term_that_does_not_fit_is_named(tmp_path: Path):
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    b = drawn(model, 0)
+    for number, (make, message) in enumerate(
+        [
+            (lambda logp: logp.sum(1), "kl .* does not fit logp"),
+            (lambda logp: logp.detach(), "kl is not made from logp"),
+            (lambda _: model.lm_head.weight.sum(), "kl is not made from logp"),
+        ]
+    ):
+        rec = sharpscope.record(model, optimizer, tokenizer=tokenizer(), out=tmp_path / str(number))
+        logp = logps(model, b["ids"], b["attention"])
+        with pytest.warns(UserWarning, match=message):
+            rec.tokens(logp, b["ids"], b["mask"], kl=make(logp))
+        rec.close()
+
+
 def test_a_spike_and_what_is_not_given(tmp_path: Path):
     """Only logp, ids and mask: a run of losses, norms and shares, with everything else null."""
     model = small_model()

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 import sharpscope
 from sharpscope.analysis import explain_spikes
+from sharpscope.analysis.summary import verdict
 from sharpscope.errors import UserError
 from tests.loops import some
 from tests.oracles import token_gradients as oracle
@@ -104,6 +105,12 @@ def compare(
         tokens, rows = rows_of(run, step)
         found = oracle.tokens_of(model, rows, loss or oracle.dpo(reference, rows, beta))
         np.testing.assert_allclose(tokens["logp"], found.logp, atol=1e-5)
+        if loss is None:
+            theirs = torch.cat([oracle.row_logp(reference, row) for row in rows]).detach()
+            np.testing.assert_allclose(tokens["ref_logp"], theirs, atol=1e-5)
+            assert (tokens["kl_coef"] == 0).all()
+        else:
+            assert tokens["ref_logp"].isna().all()
         np.testing.assert_allclose(tokens["loss_coef"], found.coef, rtol=1e-5, atol=1e-8)
         np.testing.assert_allclose(tokens["score_norm"], found.score_norm, rtol=1e-5)
         np.testing.assert_allclose(tokens["attribution"], found.attribution, atol=1e-5)
@@ -393,6 +400,39 @@ def test_pairs_of_dpo_are_groups(tmp_path: Path):
     assert rollouts["reward"].isna().all() and run.steps["reward_mean"].isna().all()
     sums = run.tokens().groupby("rollout")["loss_coef"].sum()
     assert (sums[::2] < 0).all() and (sums[1::2] > 0).all()  # the chosen are raised
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["tokens", "sums"])
+def test_the_reference_of_dpo_is_the_adapter_at_the_start(sums: bool, tmp_path: Path):
+    """Precomputed sums say nothing of tokens."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(
+        small_model(), LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear")
+    )
+    reference = copy.deepcopy(adapted).double()
+    one = dpo_trainer(
+        tmp_path / "t",
+        model=adapted,
+        max_steps=2,
+        precompute_ref_log_probs=sums,
+        without_reference=True,
+    )
+    record(one, out=tmp_path / "run", recording=ALL)
+    one.train()
+    run = sharpscope.load_run(tmp_path / "run")
+    assert run.status == "finished" and run.steps["kl"].isna().all()
+    first, last = (f"{value:.3g}" for value in run.steps["loss"])
+    assert verdict(run).startswith(f"Loss {first} → {last}.")
+    for step in (1, 2):
+        tokens, rows = rows_of(run, step)
+        theirs = torch.cat([oracle.row_logp(reference, row) for row in rows]).detach().numpy()
+        assert len(tokens) == len(theirs) > 8 and (tokens["kl_coef"] == 0).all()
+        assert (np.abs(tokens["logp"] - theirs).max() > 1e-3) == (step == 2)
+        if sums:
+            assert tokens["ref_logp"].isna().all()
+        else:
+            np.testing.assert_allclose(tokens["ref_logp"], theirs, atol=1e-5)
 
 
 def test_other_trainers_and_mistakes_are_refused(tmp_path: Path):

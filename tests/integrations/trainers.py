@@ -155,7 +155,12 @@ def sft_trainer(
 
 
 def dpo_trainer(
-    folder: Path, *, architecture: str = "qwen2", model: Any = None, **arguments: Any
+    folder: Path,
+    *,
+    architecture: str = "qwen2",
+    model: Any = None,
+    without_reference: bool = False,
+    **arguments: Any,
 ) -> Any:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
@@ -165,10 +170,10 @@ def dpo_trainer(
         name: [f" {pair[i]}" for pair in PAIRS] * 4
         for i, name in enumerate(("chosen", "rejected"), 1)
     }
-    first = small_model(architecture, model)
+    first = model if without_reference else small_model(architecture, model)
     return DPOTrainer(
         model=first,
-        ref_model=copy.deepcopy(first),
+        ref_model=None if without_reference else copy.deepcopy(first),
         args=DPOConfig(**settings(folder, **arguments)),
         processing_class=tokenizer(),
         train_dataset=Dataset.from_dict(rows),
