@@ -36,8 +36,8 @@ from sharpscope.training.checkpoint import checkpoints, damage, step_of
 
 SUBSETS = 8
 """Parts of the prompts on which an outcome is measured for its noise."""
-COPIES = 32
-"""Copies of the weights that a step takes at its peak, with the effects of its tokens."""
+COPIES = 42
+"""Copies of the weights that a step takes at its peak: 21 GB for SmolLM2, the second derivative of its sharpness most of all."""
 MEMORY_ADVICE = "probe fewer prompts (--set fork.prompts=16), or use a machine with more"
 Observe = Callable[[PendingUpdate], None]
 """Sees an update between its gradient and the optimizer's step."""
