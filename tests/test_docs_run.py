@@ -47,6 +47,7 @@ NOT_RUN = {  # start of a line -> why no test runs it; a command of sharpscope i
     "accelerate launch": "several processes: tests/test_distributed.py",
     "export SHARPSCOPE_VERL": "verl, which needs GPUs for its rollouts: tests/integrations/test_verl.py",
     "python -m verl.trainer.main_ppo": "verl",
+    "python -m experiments.smollm2.sums": "the example's questions, with its scorer: tests/tasks",
     "sharpscope compare smollm2 runs/": "two checkpoints of a real model: tests/surface",
     "sharpscope fork runs/trl": "a checkpoint of TRL with its optimizer: tests/forks",
     "sharpscope run --methods grpo,flat": "two processes; README's line is the same with other methods",

@@ -66,7 +66,8 @@ def _tokens(seed: int, completions: int, *, measured: bool) -> pa.Table:
     }
     if measured:
         shares = np.abs(draw.normal(0, 1, rows)) * (advantage != 0)
-        columns |= {name: draw.normal(0, 1e-4, rows) for name in MEASURED}
+        drawn = {name: draw.normal(0, 1e-4, rows) for name in MEASURED}
+        columns |= {n: np.abs(value) if "norm" in n else value for n, value in drawn.items()}
         columns["attribution"] = shares / shares.sum() * BLOCK / completions
         columns["inclusion_probability"] = np.ones(rows)
     repeats = -(-completions // BLOCK)

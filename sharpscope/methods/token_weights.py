@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from sharpscope.errors import NonFiniteError, UserError
-from sharpscope.settings.base import Part, Positive, Schedule, Share
+from sharpscope.settings.base import NonNegative, Part, Positive, Schedule, Share
 from sharpscope.settings.reading import function_path, import_function, what_raised
 
 if TYPE_CHECKING:
@@ -205,6 +205,22 @@ class LinearWeight(Weighting):
     def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
         """Linear in π, from 1 − alpha to 1."""
         return number(self.alpha) * xp.exp(step.logp) + (1 - number(self.alpha))
+
+
+class PowerWeight(Weighting):
+    """w = π^gamma. The form is ours."""
+
+    kind: Literal["power"] = "power"
+    gamma: NonNegative = Field(1.0, description="Exponent of π.")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """[0, 1]."""
+        return 0.0, 1.0
+
+    def weights(self, step: StepTensors, xp: ModuleType, generator: Generator | None) -> Tensor:
+        """The power of π, computed from ln π."""
+        return xp.exp(number(self.gamma) * step.logp)
 
 
 class CovarianceGaussianWeight(Weighting):
@@ -754,6 +770,7 @@ TokenWeight = Annotated[
     | SigmoidWeight
     | EntropyWeight
     | LinearWeight
+    | PowerWeight
     | CovarianceGaussianWeight
     | PolarityWeight
     | StareWeight

@@ -28,6 +28,7 @@ from sharpscope.methods.token_weights import (
     ConstantWeight,
     LinearWeight,
     PepoWeight,
+    PowerWeight,
     ShuffledWeight,
     StareWeight,
     UniformWeight,
@@ -89,7 +90,7 @@ def test_weight_one_is_grpo_exactly(seed: int):
     case = make_case(named_method("grpo"), seed)
     grpo = ready("grpo", case)
     plain = loss_and_gradient(grpo, case)
-    for weight in (LinearWeight(alpha=0.0), UniformWeight()):
+    for weight in (LinearWeight(alpha=0.0), PowerWeight(gamma=0.0), UniformWeight()):
         for weight_on in ("surrogate", "ratio"):
             for weighted in (False, True):
                 kl = grpo.kl.model_copy(update={"weighted": weighted})

@@ -28,6 +28,7 @@ from sharpscope.methods.token_weights import (
     EntropyWeight,
     LinearWeight,
     PolarityWeight,
+    PowerWeight,
     ReverseWeight,
     ShuffledWeight,
     SigmoidWeight,
@@ -42,6 +43,9 @@ def test_other_curves():
     assert weights_of(
         LinearWeight(alpha=0.2), step_of(logp=[0.0, math.log(0.5), -800.0])
     ) == pytest.approx([1.0, 0.9, 0.8])
+    assert weights_of(PowerWeight(gamma=0.5), step_of(logp=[0.0, math.log(0.25)])) == pytest.approx(
+        [1.0, 0.5]
+    )
     entropy = weights_of(EntropyWeight(tau=1.0, u0=-2.0), step_of(entropy=[0.3]))
     assert entropy == pytest.approx([2 * (1 / (1 + math.exp(-1.7)) - 0.25)])
 
