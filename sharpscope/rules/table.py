@@ -258,7 +258,7 @@ _TABLE: tuple[Rule, ...] = (
     ),
     Rule(
         name="gradient_clipping",
-        title="Most gradients are scaled down to the norm's bound",
+        title="Most gradients are clipped",
         quantities=("grad_clipped",),
         measured_by=("mean", "grad_clipped"),
         threshold=0.5,
