@@ -1,6 +1,6 @@
 """Four ways to a flatter policy in one update each: weights by effect, the same weights shuffled, SAM and two gradient penalties.
 
-    python -m experiments.flat_updates [--model math] [--seeds 3,4,5] [--batches 6] [--lr 1e-4]
+    python -m experiments.flat_updates [--model math] [--seeds 3,4,5] [--batches 2] [--lr 1e-4]
 
 From one state for each seed (AdamW's moments of four batches of plain GRPO) every arm makes its update on the same completions, which
 is then scaled to the KL of plain GRPO's. SAM sharpness of the expected failure, the failure itself and the entropy are measured on
@@ -112,7 +112,7 @@ def main() -> None:
     )
     parser.add_argument("--model", default="math", help="an embedded policy")
     parser.add_argument("--seeds", default="3,4,5")
-    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--batches", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4, help="learning rate of the update")
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -172,7 +172,8 @@ class AveragedProximal(Part):
 
     Decoupled objective (π_prox/π_old)·min(r·A, clip(r)·A) with r = π/π_prox. At step n, π_prox has the weights
     Σ_i decay^(n−i)·θ_i / Σ_i decay^(n−i), θ_i those at the start of step i = 1…n: of θ_1 at first. With decay 0 it is π_old. With
-    `every=update` n and i count updates, as in the source; both are the same where a step makes one update.
+    `every=update` n and i count updates, as in the source (with decay 0 it is π then, and nothing is clipped); both are the same where
+    a step makes one update.
     """
 
     kind: Literal["average"] = "average"
@@ -223,7 +224,8 @@ class Sampling(Part):
     """Whether to replace groups whose answers are all correct or all wrong by groups of new prompts, up to 10 times a step
     (DAPO: until the batch is full)."""
     pool: int | None = Field(None, ge=2, le=100)
-    """Prompts that a step draws completions for, in units of those that it learns from: the ones with the highest `rank`; null: 1."""
+    """Prompts that a step draws completions for, in units of those that it learns from: the ones with the highest `rank`; null: 1.
+    Recorded rewards and accuracies are of the prompts that are learned from, so that they do not compare with those of runs without a pool."""
     rank: Literal["variance", "uncertainty"] = "variance"
     """variance: of the rewards within the prompt (METIS, arXiv 2605.11235, where the policy predicts it). uncertainty:
     (1 − 2·|share of correct answers − 1/2|)·(mean entropy of the 20 % of a completion's tokens with the most) (HEAL, arXiv
@@ -231,6 +233,12 @@ class Sampling(Part):
     overlong: float | None = Field(None, gt=0, le=1)
     """Share of the completion limit over which a soft penalty on the reward grows; published 4096/20480; null: no
     penalty."""
+
+    @model_validator(mode="after")
+    def _ranked(self) -> Self:
+        if self.pool is None and self.rank != "variance":
+            raise ValueError("rank needs pool: without one all prompts are learned from")
+        return self
 
 
 # -- selections of tokens ---------------------------------------------------------------------------------------------
