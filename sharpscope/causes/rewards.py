@@ -243,7 +243,7 @@ def cut_reward(recorded: Recorded) -> Measured | None:
 
 @identity
 def reward_of_distance(recorded: Recorded) -> Measured | None:
-    """Reward per nat of Σ ln π/π_ref, where it is the same for a third of the pairs of a group and positive; else 0.
+    """Reward per nat of Σ ln π/π_ref: the median over pairs of a group, where a third or more are within 1 % of it and it is positive; else 0.
 
     Pairs of neighbors in a group: where the rest of their rewards is equal, the quotient of the differences is the coefficient.
     """

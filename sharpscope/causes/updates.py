@@ -239,7 +239,11 @@ def finite(recorded: Recorded) -> Measured | None:
     given = loss.notna().any()  # a loop need not give its loss
     bad = updates[(given & ~np.isfinite(loss)) | ~np.isfinite(norm)]
     found = recorded.events[recorded.events["rule"] == "not_finite"]
-    told = str(found["message"].iloc[0]) if len(found) else ""
-    step = first_step(found if len(found) else bad)  # an update can break weights before a loss
+    if len(bad):  # an update that a loss scaler left out long before has nothing to do with it
+        found = found[found["step"] <= first_step(bad)]
+    told = str(found["message"].iloc[-1]) if len(found) else ""
+    step = first_step(
+        found.tail(1) if len(found) else bad
+    )  # an update can break weights before a loss
     facts = {"step": step, "message": told, "updates": len(updates)}
     return Measured(value=float(len(bad)), facts=facts)

@@ -97,7 +97,9 @@ class _Printed:
                 if len(column.values) > 1 or key.startswith("eval"):
                     common[column.rows()] += 1
         kept = (values > 0) & (2 * common >= values)
-        return _Printed(self.table.part(kept), array("I", np.array(self.places)[kept].tolist()))
+        part = self.table.part(kept)
+        part.announced = self.table.announced  # also where the last line has a step and no value
+        return _Printed(part, array("I", np.array(self.places)[kept].tolist()))
 
 
 class _Reader:
@@ -111,25 +113,21 @@ class _Reader:
         self.boxes = _Printed()  # tables of names and values, one a step
         self.postfixes = _Printed()  # values within progress bars
         self.bars: list[tuple[int, int]] = []
-        self.in_block = False  # whether the next line may be a part of a block
+        self.in_block = False  # whether a line with a step came before
         self.after_rule = False
         self.error = ""
-        self.rows_before_error = 0
+        self.rows_before_error = [0] * len(self.kinds)
 
     @property
     def kinds(self) -> tuple[_Printed, ...]:
         """The ways to print a row, of which the first one of equal ones counts."""
         return self.dicts, self.dashes, self.pairs, self.counted, self.boxes, self.postfixes
 
-    def rows(self) -> int:
-        """Rows so far, of all kinds."""
-        return sum(len(kind.places) for kind in self.kinds)
-
     def read(self, line: str) -> None:
         """Read one line."""
         if _ERROR.match(line):
             self.error = line.strip()[:200]
-            self.rows_before_error = self.rows()
+            self.rows_before_error = [len(kind.places) for kind in self.kinds]
         if "%|" in line:
             self._bars(line)
         row = _dict_row(line) if "{" in line else {}
@@ -177,11 +175,11 @@ class _Reader:
     def _cells(self, line: str) -> None:
         """Read names and values in cells, of a block or of a table that a rule began."""
         cells = _CELLS.findall(line)
-        table = self.pairs.table if self.in_block else self.boxes.table
-        if self.after_rule and not self.in_block:
+        if self.after_rule:
             self.boxes.add(dict(cells), len(self.bars))
-        elif self.in_block or table.count:
-            for name, number in cells:
+        # read both ways: which of them is the log shows at its end
+        for table in (self.boxes.table, *([self.pairs.table] if self.in_block else [])):
+            for name, number in cells if table.count else ():
                 table.complete(name, number)
 
     def _without_step(self, line: str, found: Mapping[str, str]) -> None:
@@ -203,7 +201,10 @@ class _Reader:
             return Table()
         best = max(logs, key=_Printed.known)
         table = with_steps_of_bars(best.table, best.places, self.bars)
-        if self.rows_before_error == self.rows():
+        at = next(number for number, kind in enumerate(kinds) if kind is best)
+        if self.rows_before_error[at] == len(
+            self.kinds[at].places
+        ):  # none of the log came after it
             table.error = self.error
         return table
 

@@ -68,9 +68,13 @@ def layout_of(sample: Sequence[str]) -> Layout | None:
             if not rows:
                 continue
             rows[0] = _unmarked(rows[0])
-            numbered = len(rows) > 1 and all(len(row) == len(rows[0]) + 1 for row in rows[1:])
+            longer = all(len(row) == len(rows[0]) + 1 for row in rows[1:])
+            # empty last cells are a delimiter at the end of each line, not an index at its start
+            numbered = len(rows) > 1 and longer and any(row[-1] for row in rows[1:])
             if numbered:
                 rows[0] = ["index", *rows[0]]
+            elif longer:
+                rows[1:] = [row[:-1] for row in rows[1:]]
             plain_names = delimiter != " " or all(_KEY.fullmatch(cell) for cell in rows[0])
             if plain_names and _is_table(rows):
                 return Layout(

@@ -200,9 +200,9 @@ def _log(source: Source, mapping: Mapping[str, str], several: bool) -> Log:
 
 
 def _announced(table: Table) -> int:
-    """The steps that a training was to have: LLaMA-Factory writes them beside each step."""
+    """The steps that a training was to have: LLaMA-Factory writes the same number beside each step, others count something there."""
     column = table.columns.get("total_steps")
-    planned = column.values[-1] if column else table.announced
+    planned = column.values[-1] if column and len(set(column.values)) == 1 else table.announced
     return int(planned) if np.isfinite(planned) else 0
 
 

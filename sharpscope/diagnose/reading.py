@@ -135,7 +135,7 @@ def ending(log: Log, explained: bool) -> str:
     where = f" of {log.announced:,}" if early else ""
     said = f"The log ends at step {last:,}{where}"
     if log.error:
-        return f"{said}; the last thing it says: {log.error}"
+        return f"{said}; the last error after it: {log.error}"
     if explained:
         return f"{said}."
     return f"{said}. {_ELSEWHERE}"

@@ -79,6 +79,8 @@ def _zipped(file: Path) -> zipfile.ZipExtFile:
         if len(names) != 1:
             what = f"is a zip of {len(names)} files; unpack it and give the folder"
             raise UnreadableError(file, what)
+        if archive.getinfo(names[0]).compress_type == zipfile.ZIP_LZMA:  # may ask for 4 GiB
+            raise UnreadableError(file, "is a zip with LZMA compression; unpack it")
         try:
             opened = archive.open(names[0])
         except (RuntimeError, NotImplementedError) as error:  # a password, an old compression

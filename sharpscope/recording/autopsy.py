@@ -130,7 +130,7 @@ def watched(model: nn.Module, present: Tensor, found: list[str]) -> Iterator[Non
             ]
             what = f"{what} gives a value that is not finite from finite input of size up to {max(sizes, default=0.0):.3g}"
         else:
-            what = f"what enters {what} is not finite, though every module before it gives finite values"
+            what = f"what enters {what} is not finite, though no module before it was seen to give such a value"
         if getattr(made, "dtype", None) == torch.float16:
             what = f"float16 overflow (the largest is 65504): {what}"
         place = f", row {at[0]}, position {at[1]}" if len(at) == 2 else ""
@@ -197,7 +197,7 @@ def autopsy(model: nn.Module, batches: Sequence[MicroBatch], places: Sequence[Pl
     inside = [place for place in places if not place.masked and place.name != "coefficient"]
     own = any(place.name == "logp" for place in inside)
     if own and (operation := first_operation(model, batches, torch.float16)):
-        return f"{operation}, with float16 autocast; in the weights' own type the pass is finite"
+        return f"{operation}, if the loss ran under float16 autocast; in the weights' own type the pass is finite"
     if inside:
         first = inside[0]
         return f"{first.name} is {first.value:g} at {first.text} ({first.count} values)"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from sharpscope.diagnose import diagnose
+from sharpscope.diagnose import diagnose, read_log
 from sharpscope.errors import UserError
 
 ROWS = [
@@ -112,7 +112,7 @@ def test_the_error_that_a_terminal_ends_with_is_shown(name, error, tmp_path):
     (tmp_path / "log").write_text(f"{PRINTED[name](900)}\n{trace}")
     found = diagnose(tmp_path / "log")
     plain = error.removeprefix("\x1b[31m").removesuffix("\x1b[0m")
-    assert found.ending == f"The log ends at step 60 of 900; the last thing it says: {plain}"
+    assert found.ending == f"The log ends at step 60 of 900; the last error after it: {plain}"
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -152,3 +152,35 @@ def test_a_table_without_names_asks_for_them(delimiter, tmp_path):
     )
     with pytest.raises(UserError, match="5 columns without names; write a line of names above"):
         diagnose(tmp_path / "log.csv")
+
+
+def test_an_error_before_a_summary_of_the_tracker_is_kept(tmp_path):
+    error = "torch.OutOfMemoryError: CUDA out of memory."
+    summary = "wandb: Run summary:\nwandb: train/global_step 60"
+    for name, text in (("alone", error), ("before", f"{error}\n{summary}")):
+        (tmp_path / f"{name}.log").write_text(_bars(900) + "\n" + text)
+        assert error in diagnose(tmp_path / f"{name}.log").ending
+
+
+def test_a_column_that_counts_something_else_is_no_announced_end(tmp_path):
+    rows = [row | {"total_steps": 1024 * row["step"]} for row in ROWS]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert diagnose(tmp_path / "a.jsonl").ending == ""
+
+
+def test_a_step_that_was_begun_does_not_hide_the_end(tmp_path):
+    lines = [
+        f"Step {row['step']}/100 loss: {row['loss']} reward: {row['reward']} grad_norm: {row['grad_norm']}"
+        for row in ROWS
+    ]
+    (tmp_path / "a.log").write_text("\n".join([*lines, "Step 61/100 generating rollouts"]))
+    assert "60 of 100" in diagnose(tmp_path / "a.log").ending
+
+
+def test_a_delimiter_at_the_end_of_lines_shifts_no_column(tmp_path):
+    names = list(ROWS[0])
+    lines = [",".join(str(row[name]) for name in names) + "," for row in ROWS]
+    (tmp_path / "a.csv").write_text("\n".join([",".join(names), *lines]))
+    frame = read_log(tmp_path / "a.csv").frame
+    assert frame["grad_norm"].tolist() == [row["grad_norm"] for row in ROWS]
+    assert frame["reward"].tolist() == [row["reward"] for row in ROWS]

@@ -168,7 +168,7 @@ def test_float16_overflow_is_named_from_a_training(half, spoil, where, tmp_path)
     assert told["step"].tolist() == [2]
     text = told["message"].iloc[0]
     assert text.startswith("micro-batch 0: float16 overflow") and where in text
-    assert ("with float16 autocast" in text) == (half == "autocast")
+    assert ("under float16 autocast" in text) == (half == "autocast")
     assert found_by(recorder)[:1] == ["float16_overflow"]
 
 
