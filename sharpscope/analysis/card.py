@@ -20,7 +20,7 @@ from sharpscope.analysis.headline import largest_update, moved_tokens
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.plots.style import GRAY, colors, log_axis, plain, save_as, styled
 from sharpscope.analysis.sections import Marked
-from sharpscope.analysis.spikes import gradient_scores
+from sharpscope.analysis.spikes import gradient_scores, spike_scores
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.summary import facts_of, numbers, verdict_parts
 from sharpscope.analysis.text import percent
@@ -101,7 +101,12 @@ def draw_course(axis: Axes, run: Run) -> None:
     if len(scores):  # a gradient that is not 0
         log_axis(other)
     other.grid(visible=False)
-    told = [one for one in events_of(Study({run.name: run})) if one.kind in ("cause", "spike")]
+    largest = set(spike_scores(run).nlargest(2, "times")["step"])
+    told = [
+        one
+        for one in events_of(Study({run.name: run}))
+        if one.kind == "cause" or one.step in largest
+    ]
     for event in sorted(told, key=lambda one: one.kind)[:2]:
         axis.axvline(event.step, color=GRAY, linestyle=":")
         text = f"step {event.step}: {event.text.split(' · ')[0]}"

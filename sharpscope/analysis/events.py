@@ -46,14 +46,15 @@ def events_of(study: Study) -> list[Event]:
 
 def _of_runs(study: Study) -> Iterator[Event]:
     """The first cause of each of the first runs, and the largest spikes of the gradient norm."""
-    runs = study.each()
+    runs, spikes = study.each(), list[tuple[float, int, str]]()
     for at, (label, seed, run) in enumerate(runs):
         whose = f" ({method_label(label)}, seed {seed})" if len(runs) > 1 else ""
         for cause in checked(run).causes[:1] if at < MOST_RUNS else ():
             yield Event(cause.step, f"cause: {cause.name.replace('_', ' ')}{whose}", "cause")
-        largest = spike_scores(run).nlargest(max(1, MARKED // len(runs)), "times")
-        for step, times in largest[["step", "times"]].to_numpy():
-            yield Event(int(step), f"gradient spike, {times:.1f} × typical{whose}", "spike")
+        scores = spike_scores(run)[["times", "step"]].to_numpy()
+        spikes += [(float(times), int(step), whose) for times, step in scores]
+    for times, step, whose in sorted(spikes, reverse=True)[:MARKED]:
+        yield Event(step, f"gradient spike, {times:.1f} × typical{whose}", "spike")
 
 
 def _judged(study: Study) -> Iterator[Event]:

@@ -422,7 +422,9 @@ def _measure_name(row: Mapping[Any, Any]) -> str:
         return name
     radius, prompts = real(row["rho"]), real(row["prompts"])
     words = [f"{name} of {row['functional']}".replace("_", " ")]
-    words += [f"radius {radius:.3g}"] if math.isfinite(radius) else []
+    if math.isfinite(radius):  # that of average sharpness is relative to each tensor's norm
+        average = quantity == "average"
+        words += [f"noise {radius:.3g} of the weights" if average else f"radius {radius:.3g}"]
     words += [f"{prompts:.0f} prompts"] if math.isfinite(prompts) else []
     return ", ".join(words)
 

@@ -233,6 +233,10 @@ def head_of(page: Page) -> Head:
         Number(f"{row['quantity']}, difference", "", row["difference"], (), row["shows"])
         for row in rows
     ]
-    said = [f"{row['quantity']}: {row['difference']}, {row['shows']}." for row in rows[:2]]
-    text = " ".join([*list(tables)[:1], *said])
+    said = [
+        f"{row['quantity']}: " + ", ".join(filter(None, [row["difference"], row["shows"]])) + "."
+        for row in rows[:2]
+    ]
+    asked = [title for title in list(tables)[:1] if title.startswith("Did ")]
+    text = " ".join([*asked, *said])
     return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=made)

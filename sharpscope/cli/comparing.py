@@ -132,6 +132,10 @@ def _measure(
     if not bool(change.any()):
         raise UserError(f"compare: {' and '.join(names)} have the same weights")
     radius = choose_radius(base, batch, ProbesSpec(), tell)
+    if radius.why:
+        raise UserError(
+            f"compare: no radius was found: {radius.why.partition('; set probes.rho')[0]}"
+        )
     count = len(objective.prompt_weight)
     one = radius.seconds / radius.passes
     work = duration(one * passes(min(curvature_prompts, count) / count))

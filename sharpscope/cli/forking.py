@@ -275,7 +275,7 @@ def _remarks(rotations: Rotations, table: pd.DataFrame) -> list[str]:
     if recorded is not None:
         same = "are those" if recorded else "are not those (another machine or version, or --set)"
         remarks.append(f"The first batch's completions {same} that the run recorded at this step.")
-    noise = "unknown for one prompt"
+    noise = "not known (one prompt, or no method that is compared with plain GRPO)"
     if rotations.noise >= 0:
         noise = "about " + _ranged(table[table["reference"] == "grpo"], "noise").iloc[0]
     if rotations.noise >= NOISE_BOUND:

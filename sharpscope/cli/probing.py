@@ -229,7 +229,7 @@ class Pictures:
 
         spec = self.spec
         objective = batch.objectives[0]
-        with limited_surface(model, objective, spec) as surface:
+        with limited_surface(model, objective, spec, twice=True) as surface:
             prompts = torch.tensor(objective.batch.prompts)
             few = surface.prompts(prompts < (spec.curvature_prompts or len(prompts)))
             probes = spec.density_probes or 4

@@ -188,12 +188,14 @@ def _rise(
     return value, each, _rounding(surface, loss, value)
 
 
-def _rounding(surface: Surface, loss: float, rise: float) -> str:
+def _rounding(
+    surface: Surface, loss: float, rise: float, advice: str = "use a larger rho or float64"
+) -> str:
     """Why a rise of the loss is not reliable: it is within rounding; empty if it is not."""
     rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
     if abs(rise) > rounding or rounding == 0:
         return ""
-    return f"{rise:.1e} is within rounding of the loss {loss:.3g}; use a larger rho or float64"
+    return f"{rise:.1e} is within rounding of the loss {loss:.3g}; {advice}"
 
 
 def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Estimate:
@@ -273,7 +275,7 @@ def average_sharpness(
         rho=reach,
         seed=seed,
         seconds=time.perf_counter() - began,
-        why=_rounding(surface, float(base.mean()), value),
+        why=_rounding(surface, float(base.mean()), value, "use float64"),
     )
     return with_prompts(found, each.mean(0))
 

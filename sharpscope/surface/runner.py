@@ -271,10 +271,13 @@ PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
 
 
 def limited_surface(
-    model: nn.Module, objective: Objective, spec: ProbesSpec
+    model: nn.Module, objective: Objective, spec: ProbesSpec, *, twice: bool = False
 ) -> AbstractContextManager[LmSurface]:
-    """`lm_surface` within the memory limits of a spec, with its self-check; fused where no second derivative is asked for."""
-    fused = set(spec.operators) == {"finite_difference"}
+    """`lm_surface` within the memory limits of a spec, with its self-check.
+
+    Its attention is fused where neither the spec's operators nor the caller (`twice`) need a second derivative.
+    """
+    fused = not twice and set(spec.operators) == {"finite_difference"}
     return lm_surface(model, objective, memory_mb=spec.memory_mb, check=spec.check, fused=fused)
 
 
