@@ -197,7 +197,10 @@ def momentum_text(run: Run, step: int) -> str:
     own = run.updates[run.updates["step"] == step]["batch_share"].astype(float).mean()
     if not math.isfinite(own):
         return ""
-    return f"{percent(own)} of ‖Δθ‖² of this step come from its own batch, the rest from earlier ones through the momentum."
+    return (
+        f"{percent(own)} of ‖Δθ‖² of this step (in the optimizer's metric) come from its own batch, "
+        "the rest from earlier ones through the momentum."
+    )
 
 
 def step_sections(run: Run, spike: Spike, top: int = 8) -> list[Section]:
