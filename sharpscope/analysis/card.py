@@ -58,22 +58,60 @@ def card(run: Run) -> Figure:
     """Name and verdict, three numbers, reward and gradient norm by step, and the leading tokens in their colors."""
     figure = Figure(figsize=SIZE)
     draw_mark(figure.add_axes((0.035, 0.86, 0.0525, 0.1)))
-    figure.text(0.1, 0.905, plain(run.name, 40), size=25, weight="bold")
+    figure.text(
+        0.1,
+        0.905,
+        plain(run.name, 40),
+        size=25,
+        weight="bold",
+    )
     facts = facts_of(run).split("\n")[0].split(", started")[0]
-    figure.text(0.1, 0.868, plain(facts, 104), size=11.5, color=GRAY)
+    figure.text(
+        0.1,
+        0.868,
+        plain(facts, 104),
+        size=11.5,
+        color=GRAY,
+    )
     verdict, details = verdict_parts(run)
     lines = wrap(plain(verdict, 170), 92)
     figure.text(0.035, 0.83, "\n".join(lines), size=16, va="top")
     below = 0.81 - 0.043 * len(lines)
-    figure.text(0.035, below, fill(plain(details, 280), 145), size=10.5, va="top")
+    figure.text(
+        0.035,
+        below,
+        fill(plain(details, 280), 145),
+        size=10.5,
+        va="top",
+    )
     for at, one in enumerate(numbers(run)[:3]):
         x = 0.035 + 0.24 * at
-        figure.text(x, 0.645, plain(one.title, 32), size=10.5, color=GRAY)
-        figure.text(x, 0.575, one.last, size=26, weight="bold", color=colors()[0])
+        figure.text(
+            x,
+            0.645,
+            plain(one.title, 32),
+            size=10.5,
+            color=GRAY,
+        )
+        figure.text(
+            x,
+            0.575,
+            one.last,
+            size=26,
+            weight="bold",
+            color=colors()[0],
+        )
         figure.text(x + 0.02 + 0.016 * len(one.last), 0.58, one.detail, size=11.5)
     draw_course(figure.add_axes((0.06, 0.19, 0.86, 0.34)), run)
     draw_tokens(figure, run)
-    figure.text(0.965, 0.035, "sharpscope", size=12, color=GRAY, ha="right")
+    figure.text(
+        0.965,
+        0.035,
+        "sharpscope",
+        size=12,
+        color=GRAY,
+        ha="right",
+    )
     return figure
 
 
@@ -82,7 +120,12 @@ def draw_mark(axis: Axes) -> None:
     axis.set(xlim=(0, 40), ylim=(40, 0))
     axis.axis("off")
     axis.add_patch(Circle((20, 20), 17, fill=False, color=colors()[1], linewidth=3))
-    axis.plot([6, 13.5, 20, 26.5, 34], [28, 28, 7, 28, 28], color=colors()[0], linewidth=3)
+    axis.plot(
+        [6, 13.5, 20, 26.5, 34],
+        [28, 28, 7, 28, 28],
+        color=colors()[0],
+        linewidth=3,
+    )
 
 
 def draw_course(axis: Axes, run: Run) -> None:
@@ -94,7 +137,12 @@ def draw_course(axis: Axes, run: Run) -> None:
         (other, STEPS["grad_norm"].name, colors()[1]),
     ):
         rows = values[values["quantity"] == name].sort_values("step")
-        side.plot(rows["step"], rows["value"], color=color, linewidth=2 if side is axis else 1.3)
+        side.plot(
+            rows["step"],
+            rows["value"],
+            color=color,
+            linewidth=2 if side is axis else 1.3,
+        )
         side.set_ylabel(name, color=color)
         side.tick_params(axis="y", colors=color)
     scores = gradient_scores(run)
@@ -113,7 +161,14 @@ def draw_course(axis: Axes, run: Run) -> None:
         right = event.step > float(np.mean(axis.get_xlim()))
         align = "right" if right else "left"
         place = axis.get_xaxis_transform()
-        axis.text(event.step, 1.02, plain(text, 48), size=9.5, ha=align, transform=place)
+        axis.text(
+            event.step,
+            1.02,
+            plain(text, 48),
+            size=9.5,
+            ha=align,
+            transform=place,
+        )
     axis.set_xlabel("step")
 
 
@@ -126,8 +181,20 @@ def draw_tokens(figure: Figure, run: Run) -> None:
         color = {1: colors()[0], -1: colors()[3]}.get(token.direction, GRAY)
         arrow = {1: "↑", -1: "↓"}.get(token.direction, "·")
         text = f"{plain(token.token.strip() or token.token, 14)} {arrow} {amount}"
-        box = {"facecolor": color, "edgecolor": "none", "boxstyle": "round,pad=0.3"}
-        figure.text(x, 0.035, text, size=12, color="#14171a", weight="bold", bbox=box)
+        box = {
+            "facecolor": color,
+            "edgecolor": "none",
+            "boxstyle": "round,pad=0.3",
+        }
+        figure.text(
+            x,
+            0.035,
+            text,
+            size=12,
+            color="#14171a",
+            weight="bold",
+            bbox=box,
+        )
         x += 0.03 + 0.0105 * len(text)
 
 

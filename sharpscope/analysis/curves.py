@@ -51,7 +51,11 @@ def run_values(run: Run) -> pd.DataFrame:
         if name == "mismatch":
             rounding = not (values > ROUNDED).any()
         if not rounding:
-            columns = {"step": steps["step"], "quantity": STEPS[name].name, "value": values}
+            columns = {
+                "step": steps["step"],
+                "quantity": STEPS[name].name,
+                "value": values,
+            }
             parts.append(pd.DataFrame(columns))
     evaluated = accuracy_values(run)
     how = evaluated["temperature"].map(sampling)
@@ -76,7 +80,14 @@ def study_values(study: Study) -> pd.DataFrame:
     pieces = [run_values(run).assign(setting=label, seed=seed) for label, seed, run in study.each()]
     frame = pd.concat(pieces, ignore_index=True)
     frame["saturated"] = frame["saturated"].eq(True)
-    return frame.astype({"step": int, "value": float, "low": float, "high": float})
+    return frame.astype(
+        {
+            "step": int,
+            "value": float,
+            "low": float,
+            "high": float,
+        }
+    )
 
 
 def varying(values: pd.DataFrame) -> pd.DataFrame:
@@ -130,7 +141,12 @@ def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, object]:
     least, most = frame["value"].agg(["min", "max"])
     log = name in NAMED and NAMED[name].log and bool(least > 0 and most > 5 * least)
     series = [_series(frame[frame["setting"] == label], range(len(x))) for label in labels]
-    return {"title": shown(name), "log": log, "x": _list(x), "series": series}
+    return {
+        "title": shown(name),
+        "log": log,
+        "x": _list(x),
+        "series": series,
+    }
 
 
 def _series(part: pd.DataFrame, points: range) -> dict[str, Sequence[object]]:

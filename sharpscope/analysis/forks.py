@@ -104,7 +104,12 @@ def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     keep = [*_KEY, "change", "valid"]
     of_reference = changed.loc[changed["arm"] == changed["reference"], keep]
     mine = changed[[*keep, "arm", "reference"]]
-    joined = mine.merge(of_reference, on=_KEY, how="left", suffixes=("", "_of_reference"))
+    joined = mine.merge(
+        of_reference,
+        on=_KEY,
+        how="left",
+        suffixes=("", "_of_reference"),
+    )
     joined["both"] = joined["valid"] & joined["valid_of_reference"].fillna(False).astype(bool)
     joined["difference"] = joined["change"] - joined["change_of_reference"]
     return joined
@@ -118,7 +123,12 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
         nothing = dict.fromkeys(
             ("change", "change_low", "change_high", "difference", "low", "high", "p", "sd")
         )
-        return {"states": 0, "batches": 0, "invalid": invalid, **nothing}
+        return {
+            "states": 0,
+            "batches": 0,
+            "invalid": invalid,
+            **nothing,
+        }
     sample = (
         states[0]
         if one

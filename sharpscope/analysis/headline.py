@@ -368,7 +368,12 @@ def layer_growth(run: Run, step: int) -> pd.DataFrame:
     typical = earlier.tail(SPIKE_WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
     share = present**2 / float((present**2).sum())
-    columns = {"grad_norm": present, "typical": typical, "growth": growth, "share": share}
+    columns = {
+        "grad_norm": present,
+        "typical": typical,
+        "growth": growth,
+        "share": share,
+    }
     return pd.DataFrame(columns).sort_values(["growth", "share"], ascending=False)
 
 

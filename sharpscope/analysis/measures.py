@@ -363,7 +363,12 @@ def accuracy_values(run: Run) -> pd.DataFrame:
             columns = {name: evaluations(run, split, heat, name) for name in EVALUATED}
             for step, (accuracy, prompts) in columns["accuracy"].items():
                 row = {name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()}
-                row |= {"step": step, "split": split, "temperature": heat, "prompts": prompts}
+                row |= {
+                    "step": step,
+                    "split": split,
+                    "temperature": heat,
+                    "prompts": prompts,
+                }
                 row["k"] = int(answers[split, heat, step])
                 ends = accuracy_interval(accuracy, row["std_error"], prompts, row["k"])
                 row |= {"low": ends.low, "high": ends.high}

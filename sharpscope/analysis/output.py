@@ -247,7 +247,12 @@ def policy(scripts: Sequence[str], styles: Sequence[str]) -> str:
 
 def script_json(value: object) -> str:
     """`value` as JSON for the inside of a script element: no character in it can end the element or open a comment."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(
+        value,
+        ensure_ascii=False,
+        allow_nan=False,
+        separators=(",", ":"),
+    )
     for char in "<>&\u2028\u2029":
         text = text.replace(char, f"\\u{ord(char):04x}")
     return text

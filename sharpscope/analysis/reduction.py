@@ -74,7 +74,12 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
     ]
     write_reductions(aside, rows)
     update_run_info(
-        aside, reduced={"tokens": run.rows("tokens"), "sampled": len(sample), "rule": RULE}
+        aside,
+        reduced={
+            "tokens": run.rows("tokens"),
+            "sampled": len(sample),
+            "rule": RULE,
+        },
     )
     aside.rename(out)
     return out

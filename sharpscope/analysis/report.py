@@ -393,8 +393,16 @@ def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
         )
         if first["step"] != last["step"]:
             change, half = _paired(run, first, last)
-            again = {"last_step": last["step"], "last": last["value"], "last_half": last["half"]}
-            again |= {"change": change, "change_half": half, "last_text": last["text"]}
+            again = {
+                "last_step": last["step"],
+                "last": last["value"],
+                "last_half": last["half"],
+            }
+            again |= {
+                "change": change,
+                "change_half": half,
+                "last_text": last["text"],
+            }
         yield ends | again
 
 

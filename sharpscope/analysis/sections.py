@@ -111,7 +111,12 @@ def to_records(sections: Iterable[Section]) -> dict[str, object]:
             content = {"rows": cells}
         if "rows" in content or isinstance(section.content, str):
             made.append(
-                {"title": section.title, "part": section.part, **content, "note": section.note}
+                {
+                    "title": section.title,
+                    "part": section.part,
+                    **content,
+                    "note": section.note,
+                }
             )
     return {"sections": made}
 
@@ -137,7 +142,12 @@ def to_terminal(sections: Iterable[Section]) -> RenderableType:
 
 def _table(frame: pd.DataFrame) -> Table:
     """A table for rich; a column of sentences takes the width that is left."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     for at, name in enumerate(frame.columns):
         column = frame.iloc[:, at]
         wide = any(isinstance(value, Marked) for value in column)
@@ -146,7 +156,13 @@ def _table(frame: pd.DataFrame) -> Table:
         whole = justify == "left" and all(len(str(value)) <= NAME for value in column)
         title = Text(visible(name))
         # fold: a word that is too long goes on in the next line, by default it is cut
-        table.add_column(title, justify=justify, ratio=ratio, overflow="fold", no_wrap=whole)
+        table.add_column(
+            title,
+            justify=justify,
+            ratio=ratio,
+            overflow="fold",
+            no_wrap=whole,
+        )
     for row in frame.itertuples(index=False, name=None):
         table.add_row(
             *(_sentence(c) if isinstance(c, Marked) else Text(visible(cell_text(c))) for c in row)

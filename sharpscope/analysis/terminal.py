@@ -157,7 +157,10 @@ def watch(
     with quiet():  # the view says which parts are set aside
         run = load_run(path)
         with Live(
-            show(run), console=console, auto_refresh=False, vertical_overflow="visible"
+            show(run),
+            console=console,
+            auto_refresh=False,
+            vertical_overflow="visible",
         ) as live:
             while run.status == GOING_ON:
                 sleep(every)

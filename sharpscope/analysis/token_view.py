@@ -57,7 +57,13 @@ COLUMNS = {
     "adv": "advantage",
 } | {name: name for name in TABLES["tokens"].names if name.startswith("effect_")}
 """Name in the page → column of the tokens table, or value of `token_values`."""
-CONSTANT = {"mismatch": 0.0, "kl": 0.0, "weight": 1.0, "ratio": 1.0, "clipped": 0.0}
+CONSTANT = {
+    "mismatch": 0.0,
+    "kl": 0.0,
+    "weight": 1.0,
+    "ratio": 1.0,
+    "clipped": 0.0,
+}
 """Values of columns that are left out where every token has them."""
 
 
@@ -154,7 +160,12 @@ def _completions(
 
 def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str, object]:
     """What the page says about a completion as a whole."""
-    names = {"g": "group", "reward": "reward", "adv": "advantage", "len": "length"}
+    names = {
+        "g": "group",
+        "reward": "reward",
+        "adv": "advantage",
+        "len": "length",
+    }
     return {
         "r": number,
         "s": step,

@@ -80,7 +80,12 @@ def reward_weights(run: Run) -> pd.Series:
     if rank == (np.ptp(values, axis=0) > 0).sum():
         tried.append(fitted)
     for weights in tried:
-        if np.allclose(values @ weights, reward, rtol=1e-5, atol=EQUAL * np.abs(values).max()):
+        if np.allclose(
+            values @ weights,
+            reward,
+            rtol=1e-5,
+            atol=EQUAL * np.abs(values).max(),
+        ):
             return pd.Series(weights, index=parts.columns, dtype=float)
     return pd.Series(dtype=float)
 

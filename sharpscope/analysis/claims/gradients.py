@@ -309,7 +309,11 @@ def _violations(tokens: Columns, run: Run) -> dict[str, float] | None:
     factor = np.sqrt(vocabulary / (vocabulary - 1)) if vocabulary > 1 else 1.0
     below = norm[seen] * (1 + 1e-5) < factor * (rest - slack)
     above = norm[seen] * (1 - 1e-5) > np.sqrt(2) * (rest + slack)
-    return {"tokens": int(seen.sum()), "below": int(below.sum()), "above": int(above.sum())}
+    return {
+        "tokens": int(seen.sum()),
+        "below": int(below.sum()),
+        "above": int(above.sum()),
+    }
 
 
 BOUNDS = Reducer("C1", ("logp", "logit", "logit_grad_norm"), _violations, needs="logit_grad_norm")

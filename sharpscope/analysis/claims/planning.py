@@ -96,7 +96,11 @@ def _late(first: Run, second: Run) -> list[float]:
     return [b[step][0] - a[step][0] for step in sorted(shared) if 2 * step > max(shared)]
 
 
-MEASURED = {"C4": "probe prompts", "C7": "questions", "C10": "questions"}
+MEASURED = {
+    "C4": "probe prompts",
+    "C7": "questions",
+    "C10": "questions",
+}
 """Claim -> the prompts that its values are measured on."""
 
 

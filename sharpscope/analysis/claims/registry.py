@@ -167,7 +167,11 @@ def declared_rules(terms: ClaimsSpec, radius: float | None = None) -> dict[str, 
         "level": terms.level,
         "order": list(terms.order),
     }
-    return {**rules, **({} if radius is None else {"radius": radius}), "claims": claims}
+    return {
+        **rules,
+        **({} if radius is None else {"radius": radius}),
+        "claims": claims,
+    }
 
 
 def check_terms(terms: ClaimsSpec) -> None:
@@ -194,7 +198,12 @@ def check_terms(terms: ClaimsSpec) -> None:
 
 def rules_hash(rules: Mapping[str, object]) -> str:
     """SHA-256 of the rules as canonical JSON."""
-    text = json.dumps(rules, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(
+        rules,
+        sort_keys=True,
+        ensure_ascii=False,
+        separators=(",", ":"),
+    )
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -222,7 +231,12 @@ def declare(study: Path, rules: Mapping[str, object], why: str = "") -> tuple[st
         raise UserError(
             f"{file}: declared on {states[-1]['declared']} with other rules ({_few(changed)}); give --why"
         )
-    state = {"declared": now(), "version": __version__, "hash": digest, "rules": dict(rules)}
+    state = {
+        "declared": now(),
+        "version": __version__,
+        "hash": digest,
+        "rules": dict(rules),
+    }
     states.append(state | ({"why": why, "changed": changed} if why else {}))
     write_atomic(file, json.dumps(states, indent=2, ensure_ascii=False) + "\n")
     return f"{'declared' if len(states) == 1 else 'changed'}; SHA-256 {digest}", changed

@@ -36,7 +36,11 @@ WIDTHS = {"one": 3.35, "two": 6.9}
 
 _INK = {"light": ("#ffffff", "#1b1f23", "#e6e8ea"), "dark": ("#14171a", "#e6e9ec", "#2c3238")}
 """Background, text and grid."""
-STYLES = {"paper": ("light", 8.0), "notebook": ("light", 9.5), "dark": ("dark", 9.5)}
+STYLES = {
+    "paper": ("light", 8.0),
+    "notebook": ("light", 9.5),
+    "dark": ("dark", 9.5),
+}
 """Name of a style -> its colors, and the size of its text [points]."""
 FORMATS = (".png", ".svg", ".pdf")
 _SECTION = re.compile(r"\b(?:\w+\.)+(?=\w+=)")
@@ -183,7 +187,10 @@ def legend(figure: Figure) -> None:
     lines = -(-len(found) // across)
     figure.set_figheight(figure.get_figheight() + 0.17 * lines)
     drawn = figure.legend(
-        list(found.values()), list(found), loc="outside upper center", ncols=across
+        list(found.values()),
+        list(found),
+        loc="outside upper center",
+        ncols=across,
     )
     for handle in drawn.legend_handles:  # the points of a scatter plot are too small to tell colors
         if isinstance(handle, Line2D) and handle.get_linestyle() == "None":
@@ -192,7 +199,14 @@ def legend(figure: Figure) -> None:
 
 def band(axis: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, color: str) -> None:
     """An interval around a line of this color."""
-    axis.fill_between(x, low, high, color=color, alpha=0.18, linewidth=0)
+    axis.fill_between(
+        x,
+        low,
+        high,
+        color=color,
+        alpha=0.18,
+        linewidth=0,
+    )
 
 
 def inches(axis: Axes) -> float:
@@ -238,11 +252,20 @@ def save_as(figure: Figure, file: Path, dpi: float | None = None) -> Path:
     """
     if file.suffix not in FORMATS:
         raise UserError(f"{file}: a figure is one of {', '.join(FORMATS)}; name the file so")
-    dates = {".png": {"Software": None}, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
+    dates = {
+        ".png": {"Software": None},
+        ".svg": {"Date": None},
+        ".pdf": {"CreationDate": None},
+    }
     face = figure.get_facecolor()
     with styled():
         try:
-            figure.savefig(file, metadata=dates[file.suffix], facecolor=face, dpi=dpi or "figure")
+            figure.savefig(
+                file,
+                metadata=dates[file.suffix],
+                facecolor=face,
+                dpi=dpi or "figure",
+            )
         except OSError as error:
             raise UserError(f"{file}: cannot be written ({error.strerror})") from error
     return file

@@ -40,7 +40,12 @@ def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
     (axis,) = figure.panels(1, 2.3)
     whole = by_checkpoint(frame)
     for name, color, line in colored(whole, "checkpoint", color_of(whole["checkpoint"])):
-        axis.plot(line["eigenvalue"], line["density"], color=color, label=plain(name))
+        axis.plot(
+            line["eigenvalue"],
+            line["density"],
+            color=color,
+            label=plain(name),
+        )
         if "low" in line:
             band(axis, line["eigenvalue"], line["low"], line["high"], color)
     axis.set(yscale="log", ylim=(1e-7 * float(frame["density"].max()), None))
@@ -60,13 +65,24 @@ def slices(figure: Picture, frame: pd.DataFrame) -> None:
     for axis, direction, here in figure.panels_by(whole, "direction", 1.9, across=4, sharey=True):
         for name, color, rows in colored(here, "checkpoint", palette):
             line = rows.sort_values("distance")
-            axis.plot(line["distance"], line["loss"], color=color, marker=".", label=plain(name))
+            axis.plot(
+                line["distance"],
+                line["loss"],
+                color=color,
+                marker=".",
+                label=plain(name),
+            )
             if "std_error" in line:
                 half = 1.96 * line["std_error"]
                 band(axis, line["distance"], line["loss"] - half, line["loss"] + half, color)
             if "trained" in line:
                 been = line[line["trained"].astype(bool)]
-                axis.plot(been["distance"], been["loss"], color=color, linewidth=3)
+                axis.plot(
+                    been["distance"],
+                    been["loss"],
+                    color=color,
+                    linewidth=3,
+                )
         axis.axvline(0, color=GRAY, linewidth=0.7, linestyle=":")
         axis.set_title(plain(direction), loc="left")
         axis.xaxis.set_major_locator(MaxNLocator(3))
@@ -90,10 +106,31 @@ def plane(figure: Picture, frame: pd.DataFrame) -> None:
     y = table.index.to_numpy(float)
     loss = table.to_numpy()
     filled = axis.contourf(x, y, loss, levels=16, cmap="cividis")
-    axis.contour(x, y, loss, levels=16, colors="white", linewidths=0.3, alpha=0.6)
+    axis.contour(
+        x,
+        y,
+        loss,
+        levels=16,
+        colors="white",
+        linewidths=0.3,
+        alpha=0.6,
+    )
     path = frame[kind == "path"]
-    axis.plot(path["first"], path["second"], color="white", marker=".", linewidth=1)
-    axis.plot(0, 0, "o", color="white", markeredgecolor="black", markersize=5)
+    axis.plot(
+        path["first"],
+        path["second"],
+        color="white",
+        marker=".",
+        linewidth=1,
+    )
+    axis.plot(
+        0,
+        0,
+        "o",
+        color="white",
+        markeredgecolor="black",
+        markersize=5,
+    )
     figure.colorbar(filled, ax=axis, label="loss", pad=0.02)
     names = frame["axes"].iloc[0] if "axes" in frame else "first direction and second direction"
     first, second = str(names).split(" and ")

@@ -98,7 +98,12 @@ def norm_frame(runs: Runs) -> pd.DataFrame:
             ends = np.quantile(ratios, [0.05, 0.95]) if len(ratios) else (np.nan, np.nan)
             low = ends[0] * rest
             high = ends[1] * rest
-        made = {"probability": 1 - rest, "norm": norm, "low": low, "high": high}
+        made = {
+            "probability": 1 - rest,
+            "norm": norm,
+            "low": low,
+            "high": high,
+        }
         parts.append(tokens[["setting", "step"]].assign(over=over, **made))
     whole = pd.concat([part for part in parts if len(part)] or parts[:1])
     exact = (whole["over"] == "over all parameters").sum()  # shown, where there are enough
@@ -118,7 +123,13 @@ def gradient_norm(figure: Picture, frame: pd.DataFrame) -> None:
         rows = tokens.sort_values("probability")
         ends = rows["probability"], rows["low"], rows["high"]
         bound = "bound: 1 − π to √2·(1 − π)" if "logits" in kind else "1 − π, times 5 % to 95 %"
-        axis.fill_between(*ends, color=GRAY, alpha=0.35, linewidth=0, label=bound)
+        axis.fill_between(
+            *ends,
+            color=GRAY,
+            alpha=0.35,
+            linewidth=0,
+            label=bound,
+        )
         sns.scatterplot(
             rows.assign(token="token") if one else rows,
             x="probability",
@@ -184,8 +195,21 @@ def lorenz(figure: Picture, frame: pd.DataFrame) -> None:
         if at < 3:
             place = (8, -11 * (at + 1))
             text = f"1 % of the tokens: {100 * held:.0f} %"
-            axis.annotate(text, (0.01, held), place, textcoords="offset points", color=color)
-    axis.plot(GRID[1:], GRID[1:], color=GRAY, linestyle="--", linewidth=0.9, label="equal tokens")
+            axis.annotate(
+                text,
+                (0.01, held),
+                place,
+                textcoords="offset points",
+                color=color,
+            )
+    axis.plot(
+        GRID[1:],
+        GRID[1:],
+        color=GRAY,
+        linestyle="--",
+        linewidth=0.9,
+        label="equal tokens",
+    )
     axis.axvline(0.01, color=GRAY, linewidth=0.7, linestyle=":")
     axis.set(xscale="log", xlim=(1e-4, 1), ylim=(0, 1.02))
     axis.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g} %")
@@ -243,19 +267,42 @@ def weights(figure: Picture, frame: pd.DataFrame) -> None:
     Above: median, and the range that holds 80 % of the tokens. Below: solid the tokens, dashed |c|·‖p − e_y‖ without the weight.
     """
     figure.set_figheight(3.4)
-    axes = figure.subplots(2, 2, sharex="col", sharey="row", height_ratios=[3, 2])
+    axes = figure.subplots(
+        2,
+        2,
+        sharex="col",
+        sharey="row",
+        height_ratios=[3, 2],
+    )
     palette = color_of(frame["setting"])
     for column, kind in enumerate(("probability", "logit")):
         above, below = axes[:, column]
         for setting, color, rows in colored(frame[frame["axis"] == kind], "setting", palette):
-            above.plot(rows["x"], rows["weight"], label=plain(setting), color=color)
+            above.plot(
+                rows["x"],
+                rows["weight"],
+                label=plain(setting),
+                color=color,
+            )
             band(above, rows["x"], rows["low"], rows["high"], color)
             for share, line in (("tokens", "-"), ("gradient", "--")):
-                below.step(rows["x"], rows[share], where="mid", linestyle=line, color=color)
+                below.step(
+                    rows["x"],
+                    rows[share],
+                    where="mid",
+                    linestyle=line,
+                    color=color,
+                )
         below.set_xlabel("probability π of the token" if column == 0 else "logit of the token")
         below.yaxis.set_major_formatter(PercentFormatter(1, 0, " %"))
     for line, text in (("-", "tokens"), ("--", "gradient")):
-        axes[1, 0].plot([], [], color=GRAY, linestyle=line, label=f"share of the {text}")
+        axes[1, 0].plot(
+            [],
+            [],
+            color=GRAY,
+            linestyle=line,
+            label=f"share of the {text}",
+        )
     axes[0, 0].set_ylabel("token weight")
     axes[1, 0].set_ylabel("share")
     legend(figure)
@@ -268,7 +315,12 @@ def weight_functions(figure: Picture, frame: pd.DataFrame) -> None:
     palette = color_of(frame["method"])
     for axis, name in zip(axes, ("logit", "probability"), strict=True):
         for method, color, part in colored(frame[frame["axis"] == name], "method", palette):
-            axis.plot(part["x"], part["weight"], color=color, label=plain(method))
+            axis.plot(
+                part["x"],
+                part["weight"],
+                color=color,
+                label=plain(method),
+            )
         axis.set(xlabel=f"{name} of the token", ylabel="token weight")
     legend(figure)
 

@@ -74,7 +74,13 @@ def mean_lines(axis: Axes, frame: pd.DataFrame, by: str, palette: dict[str, str]
         seeds = rows["seed"].nunique()
         if 1 < seeds < FEWEST:
             for _, one in rows.groupby("seed"):
-                axis.plot(one["step"], one["value"], color=color, linewidth=0.5, alpha=0.5)
+                axis.plot(
+                    one["step"],
+                    one["value"],
+                    color=color,
+                    linewidth=0.5,
+                    alpha=0.5,
+                )
         sns.lineplot(
             rows,
             x="step",
@@ -131,12 +137,27 @@ def intervals(axis: Axes, names: Sequence[str], frame: pd.DataFrame) -> None:
     at = np.arange(len(frame))[::-1]
     arms = [frame["difference"] - frame["low"], frame["high"] - frame["difference"]]
     axis.axvline(0, color=GRAY, linewidth=0.9)
-    axis.errorbar(frame["difference"], at, xerr=arms, fmt="none", ecolor=colors()[0], capsize=2)
+    axis.errorbar(
+        frame["difference"],
+        at,
+        xerr=arms,
+        fmt="none",
+        ecolor=colors()[0],
+        capsize=2,
+    )
     sure = ((frame["low"] > 0) | (frame["high"] < 0)).to_numpy()
     for clear, face in ((True, colors()[0]), (False, str(mpl.rcParams["axes.facecolor"]))):
         text = "interval without 0" if clear else "interval with 0"
         values = frame["difference"][sure == clear]
-        axis.plot(values, at[sure == clear], "o", ms=5, mfc=face, mec=colors()[0], label=text)
+        axis.plot(
+            values,
+            at[sure == clear],
+            "o",
+            ms=5,
+            mfc=face,
+            mec=colors()[0],
+            label=text,
+        )
     letters = 36 if inches(axis) > 5 else 24
     axis.set_yticks(at, [fill(plain(name, 90), letters) for name in names])
     axis.set_ylim(-0.6, len(frame) - 0.4)
@@ -220,7 +241,12 @@ def paired_frame(
     values = study_values(study.only([first, second]))
     values = values[values["quantity"].isin([STEPS[name].name for name in PAIRED])]
     keys = ["quantity", "seed", "step"]
-    table = values.pivot_table(index=keys, columns="setting", values="value", sort=False)
+    table = values.pivot_table(
+        index=keys,
+        columns="setting",
+        values="value",
+        sort=False,
+    )
     both = table.reindex(columns=[first, second]).dropna()
     frame = (both[second] - both[first]).rename("value").reset_index()
     varied = frame.groupby("quantity")["value"].transform(lambda v: v.abs().max()) > 0
@@ -315,12 +341,25 @@ def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
         for _, color, part in colored(rows, "setting", palette):
             if part["seed"].nunique() == 1:
                 bars = part["half"].fillna(0.0)
-                axis.errorbar(part["step"], part["value"], bars, color=color, capsize=2)
+                axis.errorbar(
+                    part["step"],
+                    part["value"],
+                    bars,
+                    color=color,
+                    capsize=2,
+                )
         full = rows[rows["saturated"]].groupby(["setting", "step"])["value"].mean().reset_index()
         if len(full):
             page = str(mpl.rcParams["axes.facecolor"])
             points = full["step"], full["value"]
-            axis.plot(*points, "o", mfc=page, mec=GRAY, ms=6, label="saturated")
+            axis.plot(
+                *points,
+                "o",
+                mfc=page,
+                mec=GRAY,
+                ms=6,
+                label="saturated",
+            )
         titled(axis, measure)
     legend(figure)
 
@@ -378,14 +417,25 @@ def log_frame(file: Path, run: str | None = None) -> pd.DataFrame:
 def log(figure: Picture, frame: pd.DataFrame) -> None:
     """A training log as small multiples, with the step at which each finding of `sharpscope diagnose` begins."""
     for axis, quantity, rows in figure.panels_by(frame, "quantity", 1.5, across=3):
-        axis.plot(rows["step"], rows["value"], color=colors()[0], linewidth=1.1)
+        axis.plot(
+            rows["step"],
+            rows["value"],
+            color=colors()[0],
+            linewidth=1.1,
+        )
         onset = rows["onset"].iloc[0]
         finding = rows["finding"].iloc[0]
         title, color = quantity, ""
         if np.isfinite(onset):
             color = colors()[3]
             axis.axvline(onset, color=color, linewidth=1.2)
-            axis.axvspan(onset, rows["step"].max(), color=color, alpha=0.1, linewidth=0)
+            axis.axvspan(
+                onset,
+                rows["step"].max(),
+                color=color,
+                alpha=0.1,
+                linewidth=0,
+            )
             title = f"{quantity}. {finding}, step {onset:.0f}"
         titled(axis, title, color)
         positive = bool((rows["value"] > 0).all())
