@@ -25,8 +25,16 @@ from sharpscope.analysis.token_values import mismatch_by_step
 from sharpscope.traces import MAX_SATURATION, Run, Runs
 
 COLORS = (
-    *("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"),
-    *("#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"),
+    "#0173b2",
+    "#de8f05",
+    "#029e73",
+    "#d55e00",
+    "#cc78bc",
+    "#ca9161",
+    "#fbafe4",
+    "#949494",
+    "#ece133",
+    "#56b4e9",
 )
 """Palette `colorblind` of seaborn, of every chart and figure."""
 POINTS = 1500

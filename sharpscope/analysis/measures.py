@@ -136,8 +136,16 @@ def gap(run: Run, step: int) -> float | None:
 
 
 PROBED = (
-    *("step", "probe_set", "functional", "parameters", "quantity"),
-    *("value", "rho", "converged", "ceiling", "prompts"),
+    "step",
+    "probe_set",
+    "functional",
+    "parameters",
+    "quantity",
+    "value",
+    "rho",
+    "converged",
+    "ceiling",
+    "prompts",
 )
 """Columns of `probe_rows`."""
 

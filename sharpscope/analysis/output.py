@@ -154,8 +154,16 @@ def show_tokens(run: Run, step: int | None = None, height: int = 700) -> Html:
 # -- The page as HTML
 
 PARTS = (
-    *("Found", "Tokens", "Curves", "Compare", "Sharpness", "Counterfactual updates"),
-    *("Causes and identities", "Events and cost", "Claims", "Make it again"),
+    "Found",
+    "Tokens",
+    "Curves",
+    "Compare",
+    "Sharpness",
+    "Counterfactual updates",
+    "Causes and identities",
+    "Events and cost",
+    "Claims",
+    "Make it again",
 )
 """The parts of the page in order."""
 MARK = (

@@ -32,17 +32,23 @@ from sharpscope.analysis.text import sampling
 from sharpscope.traces import MAX_SATURATION, Row, Run
 
 COLUMNS = [
-    *(
-        "baseline",
-        "treatment",
-        "quantity",
-        "unit",
-        "n",
-        "paired_by",
-        "baseline_value",
-        "treatment_value",
-    ),
-    *("difference", "low", "high", "p", "median", "worst", "worst_pair", "to_halve", "note"),
+    "baseline",
+    "treatment",
+    "quantity",
+    "unit",
+    "n",
+    "paired_by",
+    "baseline_value",
+    "treatment_value",
+    "difference",
+    "low",
+    "high",
+    "p",
+    "median",
+    "worst",
+    "worst_pair",
+    "to_halve",
+    "note",
 ]
 STEPS = (
     ("reward_mean", "reward", "reward", 1),

@@ -68,8 +68,11 @@ WIDTH = 20
 GROWN = 2.0
 """`show` names the layers that grew where the gradient norm is at least this many times the typical one."""
 HEADLINE = (
-    *("accuracy, greedy", "accuracy, T = 1", "reward"),
-    *("SAM sharpness of expected_failure", "SAM sharpness of nll"),
+    "accuracy, greedy",
+    "accuracy, T = 1",
+    "reward",
+    "SAM sharpness of expected_failure",
+    "SAM sharpness of nll",
 )
 """What the headline compares, in this order: ends or beginnings of quantities of `compare_runs`, not of the split `train`."""
 COVERED = "±: 95 % interval. One pair: over steps or prompts, which says nothing about other seeds; several: Student's t over pairs."

@@ -35,8 +35,19 @@ SUBJECTS = {
 }
 """What records a quantity -> words by which events name it, where they say why it is missing."""
 SHARED = [
-    *("step", "rollout", "position", "update", "token_id", "logp", "advantage", "weight"),
-    *("loss_coef", "attribution", "score_norm", "score_norm_local", INCLUSION),
+    "step",
+    "rollout",
+    "position",
+    "update",
+    "token_id",
+    "logp",
+    "advantage",
+    "weight",
+    "loss_coef",
+    "attribution",
+    "score_norm",
+    "score_norm_local",
+    INCLUSION,
 ]
 """Columns of the tokens with shares."""
 SPIKE_Z = 4.0

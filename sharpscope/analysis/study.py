@@ -23,8 +23,17 @@ from sharpscope.config import ClaimsSpec
 from sharpscope.traces import DamagedPartWarning, Run, Runs
 
 NOT_A_SETTING = (
-    *("seed", "name", "out", "threads", "device"),
-    *("recording", "checkpoint", "health", "probes", "evaluation", "method.name"),
+    "seed",
+    "name",
+    "out",
+    "threads",
+    "device",
+    "recording",
+    "checkpoint",
+    "health",
+    "probes",
+    "evaluation",
+    "method.name",
 )
 """Configuration in which two runs of one setting may differ: the seed, and what changes nothing of what is learned."""
 

@@ -36,8 +36,19 @@ MEASURED = {SHARE: "share of ‖∇L‖²", "effect_kl": "effect on KL"}
 MEASURED |= {f"effect_{on}": f"effect on {on}" for on in OUTCOMES if on != "kl"}
 """Columns of the tokens table that are linear in a token's coefficient, and their titles."""
 _READ = (
-    *("rollout", "position", "update", "logp", "behavior_logp", "policy_version", "advantage"),
-    *("ratio", "clipped", "loss_coef", "kl_coef", *MEASURED, INCLUSION),
+    "rollout",
+    "position",
+    "update",
+    "logp",
+    "behavior_logp",
+    "policy_version",
+    "advantage",
+    "ratio",
+    "clipped",
+    "loss_coef",
+    "kl_coef",
+    *MEASURED,
+    INCLUSION,
 )
 _OF_ROLLOUT = ["rollout", "group", "reward", "reward_parts", "advantage"]
 STD_EPSILON = 1e-4

@@ -32,8 +32,17 @@ from sharpscope.traces import Run, Runs, output_folder, write_atomic
 from sharpscope.traces.files import now
 
 _CLAIMS = (
-    *(tokens.C2, tokens.C3, sharpness.C4, sharpness.C6, accuracy.C7, gradients.C8),
-    *(tokens.C9, accuracy.C10, gradients.C12, gradients.C13, accuracy.C14),
+    tokens.C2,
+    tokens.C3,
+    sharpness.C4,
+    sharpness.C6,
+    accuracy.C7,
+    gradients.C8,
+    tokens.C9,
+    accuracy.C10,
+    gradients.C12,
+    gradients.C13,
+    accuracy.C14,
 )
 CLAIMS: dict[str, Claim] = {claim.name: claim for claim in _CLAIMS}
 VERSIONS = {

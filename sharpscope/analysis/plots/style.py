@@ -25,8 +25,16 @@ from sharpscope.analysis.text import printable
 from sharpscope.errors import UserError, nearest
 
 DARK_COLORS = (
-    *("#4fb3e8", "#f2b134", "#3fcf9b", "#ff8f4d", "#e3a0d8"),
-    *("#dcb48c", "#ffc9ec", "#b5b5b5", "#f1ea6a", "#8fd0f5"),
+    "#4fb3e8",
+    "#f2b134",
+    "#3fcf9b",
+    "#ff8f4d",
+    "#e3a0d8",
+    "#dcb48c",
+    "#ffc9ec",
+    "#b5b5b5",
+    "#f1ea6a",
+    "#8fd0f5",
 )
 """The same hues as COLORS, lighter: each has a contrast of at least 4.5 with the dark page."""
 GRAY = "#7b8188"
