@@ -1,7 +1,8 @@
 """Command line of the benchmarks: `python -m experiments.benchmarks NAME`, run from the repository's root.
 
-Each measures a ratio in one run and prints rows of the table in speed.md: `step`, `trl`, `recording`, `rotation`, `generation`,
-`norms`, `exact`, `shares`, `surface`, `peers`, `growth`, `diagnose`, `analyze`, `large`, `startup`, `fsdp` and `gpu`.
+Each measures in turns and prints rows of the table in speed.md, the median with the smallest and largest turn: `step`, `trl`,
+`recording`, `rotation`, `generation`, `norms`, `exact`, `shares`, `effects`, `surface`, `peers`, `growth`, `diagnose`, `show`,
+`analyze`, `large`, `startup`, `fsdp` and `gpu`.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from experiments.benchmarks.common import SHAPES, Row, table
 BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "step": lambda o: training.step(o.model, o.steps, o.size, o.tokens or (16, 64)),
     "trl": lambda o: training.recorded_trl(o.model, o.steps, o.size),
-    "recording": lambda o: training.recording(o.model, o.steps, o.size),
-    "rotation": lambda o: training.rotation(o.model, o.size),
+    "recording": lambda o: training.recording(o.model, o.steps, o.size, o.repeats),
+    "rotation": lambda o: training.rotation(o.model, o.size, o.repeats),
     "generation": lambda o: analysis.generation(o.model, o.task, o.repeats, o.size),
     "norms": lambda o: measures.norms(o.model, o.repeats, o.length),
     "exact": lambda o: measures.exact(o.model, o.repeats, o.size, o.length),
     "shares": lambda o: measures.shares(o.model, o.repeats, o.size, o.length),
+    "effects": lambda o: measures.effects(o.model, o.repeats, o.size, o.length),
     "surface": lambda o: measures.surface(o.model, o.repeats, o.prompts, o.length),
     "peers": lambda o: peers.peers(o.model, o.repeats, min(o.prompts, 8), o.length),
     "growth": lambda o: measures.growth(
@@ -33,9 +35,12 @@ BENCHMARKS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
         o.out,
         o.quick,
     ),
-    "diagnose": lambda o: analysis.diagnose(20 if o.quick else 10_000),
-    "analyze": lambda o: analysis.analyze(),
-    "large": lambda o: large.large([24_000] if o.quick else o.rows or [1_300_000, 13_000_000]),
+    "diagnose": lambda o: analysis.diagnose(20 if o.quick else 10_000, o.repeats),
+    "show": lambda o: analysis.show(o.repeats),
+    "analyze": lambda o: analysis.analyze(o.repeats),
+    "large": lambda o: large.large(
+        [24_000] if o.quick else o.rows or [1_300_000, 13_000_000], o.repeats
+    ),
     "startup": lambda o: training.startup(o.repeats),
     "fsdp": lambda o: memory.fsdp(),
     "gpu": lambda o: gpu.gpu(
@@ -55,7 +60,7 @@ def main() -> None:
         "--model", default="embedded:math", help=f"folder, embedded:NAME or {', '.join(SHAPES)}"
     )
     parser.add_argument("--task", default="math", help="task of `generation`")
-    parser.add_argument("--steps", type=int, default=30, help="measured steps")
+    parser.add_argument("--steps", type=int, default=30, help="measured steps, each a turn")
     parser.add_argument(
         "--size", type=int, default=8, help="prompts of a step, completions of each, and rows"
     )
@@ -64,9 +69,7 @@ def main() -> None:
     )
     parser.add_argument("--length", type=int, default=512, help="tokens of a row")
     parser.add_argument("--prompts", type=int, default=128, help="prompts of `surface`")
-    parser.add_argument(
-        "--repeats", type=int, default=3, help="measurements, of which the median counts"
-    )
+    parser.add_argument("--repeats", type=int, default=5, help="turns, of which the median counts")
     parser.add_argument(
         "--rows", type=int, action="append", help="token rows of `large`; may be repeated"
     )

@@ -1,9 +1,10 @@
-"""Analysis: `diagnose` of a long log, `analyze` of one run and of a hundred, generation against `generate`."""
+"""Analysis: `diagnose` of a long log, `show`, `analyze` of one run and of a hundred, generation against `generate`."""
 
 from __future__ import annotations
 
 import json
 import math
+import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,19 +12,20 @@ from random import Random
 
 import torch
 
-from experiments.benchmarks.common import ROOT, Row, child, costs
+from experiments.benchmarks.common import ROOT, Row, child, costs, described, ratios, seconds
 from sharpscope.config import build_config
 from sharpscope.policy import load_policy, render_prompts, with_openings
 from sharpscope.tasks import make_task
 
 
-def _seconds(arguments: Sequence[str], folder: str) -> tuple[float, str]:
-    """Wall seconds of a `sharpscope` command, and a note with its processor seconds."""
-    wall, cpu, _ = child(["-m", "sharpscope", *arguments], folder)
-    return wall, f"{cpu:.3g} s of processor time"
+def _command(what: str, arguments: Sequence[str], folder: str, repeats: int, *texts: str) -> Row:
+    """Processor seconds of a `sharpscope` command in new processes, after a first one; `texts`: required, stretch."""
+    found = [child(["-m", "sharpscope", *arguments], folder)[:2] for _ in range(repeats + 1)][1:]
+    note = f"{statistics.median(wall for wall, _ in found):.3g} s of wall time"
+    return Row.of_turns(what, [cpu for _, cpu in found], "s", *texts, note)
 
 
-def diagnose(steps: int) -> list[Row]:
+def diagnose(steps: int, repeats: int) -> list[Row]:
     """`diagnose` of a log of TRL's with this many steps."""
     draw = Random(0)
     with tempfile.TemporaryDirectory() as folder:
@@ -41,31 +43,31 @@ def diagnose(steps: int) -> list[Row]:
                     "frac_reward_zero_std": abs(draw.gauss(0.2, 0.05)),
                 }
                 log.write(json.dumps(values) + "\n")
-        seconds, note = _seconds(["diagnose", "log.jsonl"], folder)
-    return [Row(f"`diagnose` of a log of {steps:,} steps", seconds, "s", "≤ 2", "≤ 1", note)]
+        what = f"`diagnose` of a log of {steps:,} steps"
+        return [_command(what, ["diagnose", "log.jsonl"], folder, repeats, "≤ 2", "≤ 1")]
 
 
-def analyze(runs: Path | None = None) -> list[Row]:
-    """`analyze` of one run of the example, and of all runs of a folder (data/reference)."""
-    rows = []
+def show(repeats: int) -> list[Row]:
+    """`show` of the example's run."""
     with tempfile.TemporaryDirectory() as folder:
-        one, note = _seconds(
-            ["analyze", str(ROOT / "data" / "example" / "sums"), "--out", "one"], folder
-        )
-        rows.append(Row("`analyze` of one run", one, "s", "≤ 8", "≤ 4", note))
-        data = runs or ROOT / "data" / "reference"
-        many, note = _seconds(["analyze", str(data.resolve()), "--out", "many"], folder)
-        rows.append(
-            Row(
-                f"`analyze` of {data.name}",
-                many,
-                "s",
-                "≤ 40",
-                "≤ 20",
-                f"105 runs in data/reference; {note}",
+        run = str(ROOT / "data" / "example" / "sums")
+        return [_command("`show` of one run", ["show", run], folder, repeats, "", "")]
+
+
+def analyze(repeats: int) -> list[Row]:
+    """`analyze` of one run of the example, and of the 105 runs of data/reference."""
+    sources = {"one run": ("example/sums", "≤ 8", "≤ 4"), "105": ("reference", "≤ 40", "≤ 20")}
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            _command(
+                f"`analyze` of {what}",
+                ["analyze", str(ROOT / "data" / data), "--out", "page"],
+                folder,
+                repeats,
+                *limits,
             )
-        )
-    return rows
+            for what, (data, *limits) in sources.items()
+        ]
 
 
 @torch.no_grad()
@@ -81,11 +83,11 @@ def generation(model: str, task: str, repeats: int, size: int) -> list[Row]:
         spec.group_size,
     )
     prompts = render_prompts(with_openings(examples, policy), policy)
-    drawn = {"ours": 0, "theirs": 0}
+    drawn: dict[str, list[int]] = {"ours": [], "theirs": []}  # tokens of each call
 
     def ours() -> None:
         out = generate(policy, prompts, size, spec, torch.Generator().manual_seed(0))
-        drawn["ours"] = int(out.completion_mask.sum())
+        drawn["ours"].append(int(out.completion_mask.sum()))
 
     def theirs() -> None:
         ids, present = (x.repeat_interleave(size, 0) for x in left_pad(prompts, policy.pad_id))
@@ -100,9 +102,12 @@ def generation(model: str, task: str, repeats: int, size: int) -> list[Row]:
         )
         new = out[:, ids.shape[1] :]
         ended = torch.isin(new, torch.tensor(policy.eos_ids)).int()
-        drawn["theirs"] = int((ended.cumsum(1) - ended == 0).sum())
+        drawn["theirs"].append(int((ended.cumsum(1) - ended == 0).sum()))
 
     found = costs({"ours": ours, "theirs": theirs}, repeats)
-    ratio = found["theirs"].over(found["ours"]) * drawn["ours"] / drawn["theirs"]
-    note = f"{len(prompts) * size} completions of {task}; {drawn['ours'] / found['ours'].cpu:.0f} tokens per processor second"
-    return [Row("generation, tokens a second against `generate`", ratio, "×", "≥ 3", "", note)]
+    counts = zip(drawn["ours"][1:], drawn["theirs"][1:], strict=True)
+    times = ratios(found["theirs"], found["ours"])
+    turns = [time * mine / other for time, (mine, other) in zip(times, counts, strict=True)]
+    note = f"{len(prompts) * size} completions of {task} in {seconds(found['ours'])}; {described(policy.model)}"
+    what = "generation, tokens a second against `generate`"
+    return [Row.of_turns(what, turns, "×", "≥ 3", "", note)]

@@ -102,6 +102,22 @@ class Row:
     required: str = ""
     stretch: str = ""
     note: str = ""
+    turns: tuple[float, ...] = ()
+
+    @classmethod
+    def of_turns(cls, measure: str, turns: Sequence[float], unit: str, *texts: str) -> Row:
+        """A row of what several turns gave, whose median counts; `texts`: required, stretch, note."""
+        required, stretch, note = (*texts, "", "", "")[:3]
+        value = statistics.median(turns)
+        return cls(measure, value, unit, required, stretch, note, tuple(turns))
+
+    @property
+    def measured(self) -> str:
+        """The number with its unit; after it, of turns, the smallest and the largest one."""
+        said = f"{self.value:.3g} {self.unit}".strip()
+        if not self.turns:
+            return said
+        return f"{said} ({min(self.turns):.3g} to {max(self.turns):.3g}, {len(self.turns)} turns)"
 
 
 @dataclass(frozen=True)
@@ -159,7 +175,7 @@ def _status(field: str) -> int:
 
 def child(arguments: Sequence[str], folder: str) -> tuple[float, float, str]:
     """Wall and processor seconds and output of a Python process, as a new user would start it."""
-    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
         "PYTHONPATH": str(ROOT)
     }
@@ -180,22 +196,25 @@ def child(arguments: Sequence[str], folder: str) -> tuple[float, float, str]:
     return time.perf_counter() - began, cpu, done.stdout
 
 
-def costs(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, Cost]:
-    """Median costs of each piece of work after a first call of each; repeats alternate between them."""
+def costs(works: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[Cost]]:
+    """Costs of each piece of work in turns, which alternate between them, after a first call of each."""
     found: dict[str, list[Cost]] = {name: [] for name in works}
     for repeat in range(repeats + 1):
         for name, work in works.items():
             one = cost(work)
             if repeat:
                 found[name].append(one)
-    return {
-        name: Cost(
-            statistics.median(one.cpu for one in each),
-            statistics.median(one.wall for one in each),
-            max(one.extra for one in each),
-        )
-        for name, each in found.items()
-    }
+    return found
+
+
+def ratios(costs: Sequence[Cost], others: Sequence[Cost]) -> list[float]:
+    """The ratio of each turn."""
+    return [one.over(other) for one, other in zip(costs, others, strict=True)]
+
+
+def seconds(costs: Sequence[Cost]) -> str:
+    """Median processor seconds, in words."""
+    return f"{statistics.median(one.cpu for one in costs):.3g} s"
 
 
 def random_model(
@@ -274,7 +293,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in rows:
         lines.append(
-            f"| {row.measure} | {row.value:.3g} {row.unit} | {row.required} | {row.stretch} | {row.note} |"
+            f"| {row.measure} | {row.measured} | {row.required} | {row.stretch} | {row.note} |"
         )
     return "\n".join(lines) + "\n"
 

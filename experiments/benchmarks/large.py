@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -167,15 +168,17 @@ def _peak(arguments: Sequence[str], folder: str) -> tuple[float, float, float]:
     return wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
 
 
-def large(sizes: Sequence[int], step_rows: int = STEP_ROWS) -> list[Row]:
+def large(sizes: Sequence[int], repeats: int, step_rows: int = STEP_ROWS) -> list[Row]:
     """`show` and `analyze` of a run of each size [token rows]; the runs lie in a temporary folder and are deleted."""
     rows = []
     for size in sizes:
         with tempfile.TemporaryDirectory() as folder:
             count = write_large(Path(folder) / "run", size, min(size, step_rows))
             for command in (["show", "run"], ["analyze", "run", "--out", "page"]):
-                wall, cpu, peak = _peak(command, folder)
+                found = [_peak(command, folder) for _ in range(repeats)]
+                wall, cpu, peak = zip(*found, strict=True)
                 what = f"`{command[0]}` of {count:,} token rows"
-                rows.append(Row(what, cpu, "s", "≤ 30", "", f"{wall:.3g} s of wall time"))
-                rows.append(Row(f"{what}, peak memory", peak, "GiB", "≤ 2"))
+                note = f"{statistics.median(wall):.3g} s of wall time"
+                rows.append(Row.of_turns(what, cpu, "s", "≤ 30", "", note))
+                rows.append(Row.of_turns(f"{what}, peak memory", peak, "GiB", "≤ 2"))
     return rows

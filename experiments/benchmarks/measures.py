@@ -1,10 +1,9 @@
-"""Measures of a model in passes over it: local and exact norms, shares, SAM sharpness, Hessian products; how they grow."""
+"""Measures of a model in passes over it: norms, shares, effects, SAM sharpness, Hessian products; how they grow."""
 
 from __future__ import annotations
 
 import io
 import shutil
-import statistics
 import sys
 import tempfile
 from collections.abc import Callable
@@ -16,9 +15,7 @@ import torch
 
 from experiments.benchmarks.common import (
     SHAPES,
-    Cost,
     Row,
-    cost,
     costs,
     described,
     model_of,
@@ -27,10 +24,15 @@ from experiments.benchmarks.common import (
     plain_gradient,
     random_model,
     random_rows,
+    ratios,
+    seconds,
 )
+from experiments.benchmarks.large import STEP_ROWS, write_large
+from sharpscope.recording.schedule import ALL_EFFECTS, TRAINING
 from sharpscope.surface import Objective, lm_surface, sharpness
 from sharpscope.surface.language_model import token_batch
-from sharpscope.tokens import attribute, logp_gradient, score_norms
+from sharpscope.tokens import Outcome, attribute, logp_gradient, score_norms
+from sharpscope.tokens import effects as token_effects
 
 
 def norms(model_name: str, repeats: int, length: int) -> list[Row]:
@@ -44,11 +46,11 @@ def norms(model_name: str, repeats: int, length: int) -> list[Row]:
     extra, plain = (
         peak(work) / 2**30 for work in (lambda: score_norms(model, ids, mask), gradient)
     )
-    ratio, note = found["norms"].over(found["pass"]), f"{length} tokens; {described(model)}"
+    note = f"{length} tokens, {seconds(found['norms'])}; {described(model)}"
     return [
-        Row(
+        Row.of_turns(
             "local norms of all tokens, forward and backward passes",
-            ratio,
+            ratios(found["norms"], found["pass"]),
             "passes",
             "≤ 0.9",
             "≤ 0.6",
@@ -80,9 +82,11 @@ def exact(model_name: str, repeats: int, rows: int, length: int, tokens: int = 8
             float(torch.stack([g.square().sum() for g in gradients]).sum())
 
     found = costs({"loop": loop, "exact": lambda: score_norms(model, ids, mask, "exact")}, repeats)
-    ratio = found["loop"].over(found["exact"]) * int(mask.sum()) / tokens
-    note = f"{rows} × {length} tokens, the loop timed on {tokens}; {described(model)}"
-    return [Row("exact norms of all tokens, speed of a loop", ratio, "×", "≥ 2.5", "", note)]
+    turns = [ratio * int(mask.sum()) / tokens for ratio in ratios(found["loop"], found["exact"])]
+    size = f"{rows} × {length} tokens, {seconds(found['exact'])}"
+    note = f"{size}, the loop timed on {tokens}; {described(model)}"
+    what = "exact norms of all tokens, speed of a loop"
+    return [Row.of_turns(what, turns, "×", "≥ 2.5", "", note)]
 
 
 def shares(model_name: str, repeats: int, rows: int, length: int) -> list[Row]:
@@ -96,23 +100,55 @@ def shares(model_name: str, repeats: int, rows: int, length: int) -> list[Row]:
         "shares": lambda: attribute(model, ids, mask, coef),
     }
     found = costs(works, repeats)
-    beyond = Cost(
-        found["shares"].cpu - found["gradient"].cpu,
-        found["shares"].wall - found["gradient"].wall,
-        0,
-    )
-    note = f"{rows} × {length} tokens; {described(model)}"
-    ratio = beyond.over(found["forward"])
-    return [
-        Row(
-            "shares of one update beyond the gradient, forward passes",
-            ratio,
-            "passes",
-            "≤ 2.5",
-            "≤ 2.1",
-            note,
-        )
+    whole, gradient = (ratios(found[name], found["forward"]) for name in ("shares", "gradient"))
+    turns = [one - other for one, other in zip(whole, gradient, strict=True)]
+    note = f"{rows} × {length} tokens, with the gradient {seconds(found['shares'])}"
+    what = "shares of one update beyond the gradient, forward passes"
+    return [Row.of_turns(what, turns, "passes", "≤ 2.5", "≤ 2.1", f"{note}; {described(model)}")]
+
+
+OUTCOMES = ("kl", "entropy", "heldout", "sharpness")
+"""Outcomes of the row `effects`: the first one, the first two, and all."""
+
+
+def effects(model_name: str, repeats: int, rows: int, length: int) -> list[Row]:
+    """Effects of all tokens of an AdamW update on one, two and four outcomes, in forward and backward passes over its rows.
+
+    The update's gradient is at hand, as it is in a training; the outcomes `heldout` and `sharpness` have as many rows of their own.
+    """
+    model = model_of(model_name)
+    ids, mask = random_rows(model, rows, length)
+    gradient = plain_gradient(model, ids)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    gradient()
+    optimizer.step()  # from here on it has its moments
+    optimizer.zero_grad()
+    gradient()
+    held = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    coef = -mask / mask.sum()
+    others = [
+        dict(zip(("input_ids", "mask"), random_rows(model, rows, length, s), strict=True))
+        for s in (1, 2)
     ]
+    own = {"heldout": others[0], "sharpness": others[1]}
+    outcomes = {kind: Outcome(kind=kind, **own.get(kind, {})) for kind in OUTCOMES}
+
+    def of(count: int) -> Callable[[], object]:
+        chosen = {kind: outcomes[kind] for kind in OUTCOMES[:count]}
+        return lambda: token_effects(
+            model, ids, mask, coef, optimizer, chosen, gradient=held, check="off"
+        )
+
+    counts = (1, 2, 4)
+    found = costs({"pass": gradient} | {str(count): of(count) for count in counts}, repeats)
+    made = []
+    for count in counts:
+        what = f"effects on {', '.join(OUTCOMES[:count])}, forward and backward passes"
+        note = f"{rows} × {length} tokens, {seconds(found[str(count)])}; {described(model)}"
+        limit = f"≤ {ALL_EFFECTS // TRAINING}" if count == len(OUTCOMES) else ""
+        turns = ratios(found[str(count)], found["pass"])
+        made.append(Row.of_turns(what, turns, "passes", limit, "", note))
+    return made
 
 
 def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Row]:
@@ -132,11 +168,10 @@ def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Ro
 
         with torch.enable_grad():
             found = costs({"gradient": gradient, "sam": sam}, repeats)
-        passes = found["sam"].over(found["gradient"])
         rows.append(
-            Row(
+            Row.of_turns(
                 "SAM with a standard error, forward and backward passes",
-                passes,
+                ratios(found["sam"], found["gradient"]),
                 "passes",
                 "≤ 4",
                 "≤ 3",
@@ -152,16 +187,25 @@ def surface(model_name: str, repeats: int, prompts: int, length: int) -> list[Ro
             "product": lambda: hessian @ vector,
         }
         found = costs(works, repeats)
-    note = f"{len(few.batch)} prompts; {found['product'].extra / 2**30:.2f} GiB above what is held"
-    passes = found["product"].over(found["gradient"])
-    return [
-        *rows,
-        Row("a Hessian product of nll, in gradients", passes, "gradients", "≤ 3.5", "≤ 2.5", note),
-    ]
+    extra = max(one.extra for one in found["product"]) / 2**30
+    note = f"{len(few.batch)} prompts; {extra:.2f} GiB above what is held"
+    passes = ratios(found["product"], found["gradient"])
+    what = "a Hessian product of nll, in gradients"
+    return [*rows, Row.of_turns(what, passes, "gradients", "≤ 3.5", "≤ 2.5", note)]
 
 
-LIMITS = {"length": 2.0, "batch": 1.1, "width": 2.0, "vocabulary": 1.1, "layers": 1.1, "runs": 1.1}
+LIMITS = {
+    "length": 2.0,
+    "batch": 1.1,
+    "width": 2.0,
+    "vocabulary": 1.1,
+    "layers": 1.1,
+    "runs": 1.1,
+    "rows of one run": 1.1,
+}
 """Axis -> the greatest allowed slope of log(seconds) over log(size)."""
+FITTED = 4
+"""Sizes of a slope, the largest ones."""
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "0.9m": {
         "length": (64, 128, 256, 512, 1024),
@@ -169,21 +213,22 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
         "width": (64, 128, 256, 512),
         "vocabulary": (624, 2_496, 9_984, 39_936),
         "layers": (2, 4, 8, 16),
-        "runs": (4, 8, 16),
+        "runs": (2, 4, 8, 16),
+        "rows of one run": (20_000, 80_000, 320_000, 1_280_000),
     },
     "135m": {
         "length": (32, 64, 128, 256),
-        "batch": (1, 2, 4),
-        "width": (144, 288, 576),
-        "vocabulary": (3_072, 12_288, 49_152),
-        "layers": (8, 15, 30),
+        "batch": (1, 2, 4, 8),
+        "width": (72, 144, 288, 576),
+        "vocabulary": (768, 3_072, 12_288, 49_152),
+        "layers": (4, 8, 15, 30),
     },
     "0.5b": {
-        "length": (32, 64, 128),
-        "batch": (1, 2, 4),
-        "width": (224, 448, 896),
-        "vocabulary": (9_496, 37_984, 151_936),
-        "layers": (6, 12, 24),
+        "length": (16, 32, 64, 128),
+        "batch": (1, 2, 4, 8),
+        "width": (112, 224, 448, 896),
+        "vocabulary": (2_374, 9_496, 37_984, 151_936),
+        "layers": (3, 6, 12, 24),
     },
 }
 """Shape -> the sizes of each axis; the others are those of the shape, with two rows of 128 tokens, or one of 64."""
@@ -192,38 +237,37 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 def growth(
     repeats: int, axes: list[str], shapes: list[str], out: Path | None, small: bool = False
 ) -> list[Row]:
-    """Slopes of processor time over each axis, fitted at the three largest sizes; `out`: one figure of all."""
-    curves: dict[tuple[str, str, str], list[float]] = {}
+    """Slopes of processor time over each axis, one of each repetition at the largest sizes; `out`: one figure of all."""
+    curves: dict[tuple[str, str, str], list[list[float]]] = {}  # sizes of repetitions
     for base, axis in ((base, axis) for base in shapes for axis in axes if axis in SIZES[base]):
-        for size in SIZES[base][axis][: 3 if small else None]:
-            for name, work in (
-                _runs(size).items() if axis == "runs" else _works(base, axis, size).items()
-            ):
-                work()
-                found = statistics.median(cost(work).cpu for _ in range(repeats))
-                curves.setdefault((base, axis, name), []).append(found)
-                print(f"{base} {axis} {size} {name}: {found:.3g} s", file=sys.stderr, flush=True)
+        for size in SIZES[base][axis][: 2 if small else None]:
+            with tempfile.TemporaryDirectory() as folder:
+                for name, found in costs(_works(base, axis, size, folder), repeats).items():
+                    each = [one.cpu for one in found]
+                    curves.setdefault((base, axis, name), []).append(each)
+                    said = f"{base} {axis} {size} {name}: {seconds(found)}"
+                    print(said, file=sys.stderr, flush=True)
     if out is not None:
-        _picture(curves, out)
+        _picture({key: np.median(values, axis=1) for key, values in curves.items()}, out)
     rows = []
     for (base, axis, name), values in curves.items():
-        sizes = SIZES[base][axis][: len(values)]
-        slope = float(np.polyfit(np.log(sizes[-3:]), np.log(values[-3:]), 1)[0])
-        note = f"{values[-1]:.3g} s at {sizes[-1]:,}"
-        rows.append(
-            Row(
-                f"{base}: growth of {name} with {axis}",
-                slope,
-                "(slope)",
-                f"≤ {LIMITS[axis]:g}",
-                "",
-                note,
-            )
-        )
+        sizes = SIZES[base][axis][: len(values)][-FITTED:]
+        times = np.array(values[-FITTED:])
+        slopes = np.polyfit(np.log(sizes), np.log(times), 1)[0].tolist()
+        note = f"{sizes[0]:,} to {sizes[-1]:,}: {np.median(times[0]):.3g} to {np.median(times[-1]):.3g} s"
+        what = f"{base}: growth of {name} with {axis}"
+        rows.append(Row.of_turns(what, slopes, "(slope)", f"≤ {LIMITS[axis]:g}", "", note))
     return rows
 
 
-def _works(base: str, axis: str, size: int) -> dict[str, Callable[[], object]]:
+def _works(base: str, axis: str, size: int, folder: str) -> dict[str, Callable[[], object]]:
+    if axis in ("runs", "rows of one run"):
+        source = next(path.parent for path in Path("data/example").rglob("run.json"))
+        for number in range(size if axis == "runs" else 0):
+            shutil.copytree(source, Path(folder) / "runs" / f"run-{number}")
+        if axis != "runs":
+            write_large(Path(folder) / "runs", size, min(size, STEP_ROWS))
+        return {"analyze": lambda: _analyze(folder)}
     shape, tiny = dict(SHAPES[base]), base == "0.9m"
     if axis in shape:
         shape[axis] = size
@@ -245,26 +289,20 @@ def _works(base: str, axis: str, size: int) -> dict[str, Callable[[], object]]:
     }
 
 
-def _runs(count: int) -> dict[str, Callable[[], object]]:
-    """`analyze` of copies of the example's run, in this process."""
+def _analyze(folder: str) -> None:
+    """`analyze` of the runs in a folder, in this process, to a new page."""
     from sharpscope.cli import main
 
-    def work() -> None:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            suppress(SystemExit),
-            redirect_stdout(io.StringIO()),
-        ):
-            source = next(path.parent for path in Path("data/example").rglob("run.json"))
-            for number in range(count):
-                shutil.copytree(source, Path(folder) / f"run-{number}")
-            main(["analyze", folder, "--out", f"{folder}/page"])
-            raise RuntimeError("analyze did not end")
-
-    return {"analyze": work}
+    with (
+        tempfile.TemporaryDirectory() as page,
+        suppress(SystemExit),
+        redirect_stdout(io.StringIO()),
+    ):
+        main(["analyze", f"{folder}/runs", "--out", f"{page}/page"])
+        raise RuntimeError("analyze did not end")
 
 
-def _picture(curves: dict[tuple[str, str, str], list[float]], out: Path) -> None:
+def _picture(curves: dict[tuple[str, str, str], np.ndarray], out: Path) -> None:
     """A panel for each shape and axis: processor seconds over size."""
     from matplotlib.figure import Figure
 
@@ -281,7 +319,14 @@ def _picture(curves: dict[tuple[str, str, str], list[float]], out: Path) -> None
         shown = SIZES[base][axis]
         panel.set_xticks(
             shown,
-            [f"{size:,}" if size < 10_000 else f"{size // 1000}k" for size in shown],
+            [
+                f"{size:,}"
+                if size < 10_000
+                else f"{size // 1000}k"
+                if size < 10**6
+                else f"{size // 10**6}M"
+                for size in shown
+            ],
             fontsize=7,
         )
         panel.minorticks_off()

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from experiments.benchmarks.common import Row, costs, described, model_of, peak, random_rows
+from experiments.benchmarks.common import (
+    Row,
+    costs,
+    described,
+    model_of,
+    peak,
+    random_rows,
+    ratios,
+    seconds,
+)
 from sharpscope.surface import Objective, lm_surface
 from sharpscope.surface.algorithms import Krylov, eigenpairs, hutchpp, spectral_density
 from sharpscope.surface.backends import MeanNll, composed_silu
@@ -165,9 +174,9 @@ def peers(model_name: str, repeats: int, rows: int, length: int) -> list[Row]:
             found = costs({name: works[what] for name, works in able.items()}, repeats)
             held = {name: peak(works[what]) for name, works in able.items()}
             for name in list(able)[1:]:
-                seconds = f"{found['ours'].cpu:.3g} against {found[name].cpu:.3g} s"
-                said = f"{seconds}; memory {held['ours'] / held[name]:.2f}; {note}"
-                ratio = found["ours"].over(found[name])
-                made.append(Row(f"{title}, in {name}'s", ratio, "×", note=said))
+                times = f"{seconds(found['ours'])} against {seconds(found[name])}"
+                said = f"{times}; memory {held['ours'] / held[name]:.2f}; {note}"
+                turns = ratios(found["ours"], found[name])
+                made.append(Row.of_turns(f"{title}, in {name}'s", turns, "×", "", "", said))
                 print(made[-1], flush=True)
     return made

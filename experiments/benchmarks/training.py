@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.benchmarks.common import Cost, Row, child, described, plain_gradient, random_rows
+from experiments.benchmarks.common import (
+    Cost,
+    Row,
+    child,
+    described,
+    plain_gradient,
+    random_rows,
+    ratios,
+    seconds,
+)
 from sharpscope.config import RunConfig, build_config
 from sharpscope.policy import load_policy, render_prompts
 from sharpscope.tasks import Example, Reward, make_task
@@ -69,10 +78,21 @@ def _config(
     return build_config(None, extra, values)
 
 
-def _between(marks: list[tuple[float, float]]) -> Cost:
-    """Mean cost of a step but the first, from the clocks at the ends of steps."""
-    (cpu, wall), (cpu_end, wall_end) = marks[0], marks[-1]
-    return Cost((cpu_end - cpu) / (len(marks) - 1), (wall_end - wall) / (len(marks) - 1), 0)
+class Clock:
+    """Costs of the steps of a training without the first; `pause` is called between them, and not timed."""
+
+    def __init__(self, pause: Callable[[], None]) -> None:
+        self.costs: list[Cost] = []
+        self._pause = pause
+        self._begun: tuple[float, float] | None = None
+
+    def mark(self) -> None:
+        """A step has ended."""
+        if self._begun is not None:
+            cpu, wall = self._begun
+            self.costs.append(Cost(time.process_time() - cpu, time.perf_counter() - wall, 0))
+        self._pause()
+        self._begun = time.process_time(), time.perf_counter()
 
 
 def _mean(costs: Sequence[Cost]) -> Cost:
@@ -81,23 +101,19 @@ def _mean(costs: Sequence[Cost]) -> Cost:
     )
 
 
-def _now() -> tuple[float, float]:
-    return time.process_time(), time.perf_counter()
+def our_steps(config: RunConfig, pause: Callable[[], None]) -> list[Cost]:
+    """Costs of the training steps here, without the first."""
+    clock = Clock(pause)
 
-
-def our_steps(config: RunConfig) -> Cost:
-    """Mean cost of a training step here, without the first."""
-    marks: list[tuple[float, float]] = []
-
-    class Clock(Display):
+    class Steps(Display):
         def step(self, row: Any) -> None:
-            marks.append(_now())
+            clock.mark()
 
-    train(config, display=Clock())
-    return _between(marks)
+    train(config, display=Steps())
+    return clock.costs
 
 
-def plain_steps(config: RunConfig) -> Cost:
+def plain_steps(config: RunConfig, pause: Callable[[], None]) -> list[Cost]:
     """The same written straightforwardly in PyTorch: generate with a cache, two forward and backward passes, AdamW."""
     from sharpscope.policy.generation import left_pad
 
@@ -105,7 +121,7 @@ def plain_steps(config: RunConfig) -> Cost:
     model, tokenizer, spec = policy.model, policy.tokenizer, config.rollout
     examples = itertools.cycle(task.splits()["train"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr)
-    marks: list[tuple[float, float]] = []
+    clock = Clock(pause)
     for _ in range(config.steps):
         batch = list(itertools.islice(examples, spec.prompts_per_step))
         ids, present = left_pad(render_prompts(batch, policy), policy.pad_id)
@@ -147,8 +163,8 @@ def plain_steps(config: RunConfig) -> Cost:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        marks.append(_now())
-    return _between(marks)
+        clock.mark()
+    return clock.costs
 
 
 def trl_trainer(config: RunConfig, folder: Path, callbacks: list[Any]) -> Any:
@@ -197,28 +213,24 @@ def trl_trainer(config: RunConfig, folder: Path, callbacks: list[Any]) -> Any:
 
 
 def trl_steps(
-    config: RunConfig, folder: Path, recorded: bool = False, pause: Callable[[], None] | None = None
+    config: RunConfig, folder: Path, recorded: bool, pause: Callable[[], None]
 ) -> tuple[list[Cost], list[torch.Tensor]]:
     """Costs of the steps of TRL's trainer without the first, and the final weights; `pause` is called between steps."""
     from transformers import TrainerCallback
 
     import sharpscope
 
-    begun: list[tuple[float, float]] = []
-    found: list[Cost] = []
+    clock = Clock(pause)
 
-    class Clock(TrainerCallback):
+    class Steps(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            found.extend(_between([begun[-1], _now()]) for _ in begun[-1:])
-            if pause is not None:
-                pause()
-            begun.append(_now())
+            clock.mark()
 
-    trainer = trl_trainer(config, folder / "trl", [Clock()])
+    trainer = trl_trainer(config, folder / "trl", [Steps()])
     if recorded:
         sharpscope.record(trainer, out=folder / "run")
     trainer.train()
-    return found, [p.detach().clone() for p in trainer.model.parameters()]
+    return clock.costs, [p.detach().clone() for p in trainer.model.parameters()]
 
 
 def in_turns(*works: Callable[[Callable[[], None]], Any]) -> list[Any]:
@@ -246,52 +258,43 @@ def in_turns(*works: Callable[[Callable[[], None]], Any]) -> list[Any]:
 
 
 def step(model: str, steps: int, size: int, lengths: Sequence[int] = (16, 64)) -> list[Row]:
-    """A step of 16 and of 64 tokens against plain PyTorch and, with one update, against TRL."""
+    """A step of 16 and of 64 tokens against plain PyTorch and, with one update, against TRL, step by step in turns."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for tokens in lengths:
-            config = _config(model, tokens, steps + 1, f"{folder}/two-{tokens}", BARE, size)
-            ours, plain = our_steps(config), plain_steps(config)
-            note = f"{ours.cpu:.3g} against {plain.cpu:.3g} processor seconds"
-            what = f"a step, {size * size} × {tokens} tokens, two updates"
-            rows.append(
-                Row(f"{what}, against plain PyTorch", plain.over(ours), "×", "≥ 1.5", "≥ 2", note)
+            what = f"a step, {size * size} × {tokens} tokens"
+            two = _config(model, tokens, steps + 1, f"{folder}/two-{tokens}", BARE, size)
+            found = in_turns(partial(our_steps, two), partial(plain_steps, two))
+            rows.append(_step_row(f"{what}, two updates, against plain PyTorch", *found, 1.5, 2))
+            bare = (*BARE, "update.mini_batches=1")
+            one = _config(model, tokens, steps + 1, f"{folder}/one-{tokens}", bare, size)
+            ours, (theirs, _) = in_turns(
+                partial(our_steps, one), partial(trl_steps, one, Path(folder) / str(tokens), False)
             )
-            one = _config(
-                model,
-                tokens,
-                steps + 1,
-                f"{folder}/one-{tokens}",
-                (*BARE, "update.mini_batches=1"),
-                size,
-            )
-            ours, (each, _) = our_steps(one), trl_steps(one, Path(folder) / str(tokens))
-            theirs = _mean(each)
-            note = f"{ours.cpu:.3g} against {theirs.cpu:.3g} processor seconds"
-            rows.append(
-                Row(
-                    "the same with one update, against TRL",
-                    theirs.over(ours),
-                    "×",
-                    "≥ 2",
-                    "≥ 3",
-                    note,
-                )
-            )
+            rows.append(_step_row(f"{what}, one update, against TRL", ours, theirs, 2, 3))
     return rows
 
 
-def recording(model: str, steps: int, size: int) -> list[Row]:
-    """Share of a run that recording takes, with the default settings."""
+def _step_row(
+    what: str, ours: Sequence[Cost], theirs: Sequence[Cost], required: float, stretch: float
+) -> Row:
+    note = f"{seconds(ours)} against {seconds(theirs)}"
+    limits = f"≥ {required:g}", f"≥ {stretch:g}"
+    return Row.of_turns(what, ratios(theirs, ours), "×", *limits, note)
+
+
+def recording(model: str, steps: int, size: int, repeats: int) -> list[Row]:
+    """Share of a run that recording takes, with the default settings, in several runs."""
+    shares, spent = [], []
     with tempfile.TemporaryDirectory() as folder:
-        run = load_run(train(_config(model, 16, steps, f"{folder}/run", size=size)).run_dir)
-        share = float(run.info["measuring"]["share"])
-        note = ", ".join(
-            f"{name} {seconds:.1f} s" for name, seconds in run.info["measuring"]["seconds"].items()
-        )
-    return [
-        Row(f"recording by default, run of {steps} steps", 100 * share, "%", "≤ 10", "≤ 5", note)
-    ]
+        for turn in range(repeats):
+            config = _config(model, 16, steps, f"{folder}/{turn}", (f"seed={turn}",), size)
+            measuring = load_run(train(config).run_dir).info["measuring"]
+            shares.append(100 * float(measuring["share"]))
+            spent.append(measuring["seconds"])
+    note = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in spent[0].items())
+    what = f"recording by default, run of {steps} steps"
+    return [Row.of_turns(what, shares, "%", "≤ 10", "≤ 5", f"of the first run: {note}")]
 
 
 def recorded_trl(model: str, steps: int, size: int) -> list[Row]:
@@ -305,10 +308,12 @@ def recorded_trl(model: str, steps: int, size: int) -> list[Row]:
             )
         )
     equal = all(map(torch.equal, weights, same))
-    median = statistics.median(one.over(other) for one, other in zip(recorded, plain, strict=True))
-    note = f"median of the steps {median:.3g} ×; final weights are {'equal' if equal else 'NOT equal'} bit for bit"
+    turns = ratios(recorded, plain)
+    median = f"median of the steps {statistics.median(turns):.3g} ×"
+    note = f"{median}; final weights are {'equal' if equal else 'NOT equal'} bit for bit"
     ratio = _mean(recorded).over(_mean(plain))
-    return [Row("recorded TRL step against not recorded", ratio, "×", "≤ 1.12", "≤ 1.05", note)]
+    what = f"{steps} recorded TRL steps against not recorded"
+    return [Row(what, ratio, "×", "≤ 1.12", "≤ 1.05", note, tuple(turns))]
 
 
 # Stops at the first draw and prints the seconds since the parent started the command.
@@ -327,18 +332,19 @@ sharpscope.cli.main(["run", "--quiet", "--out", "runs/first"])
 
 
 def startup(repeats: int) -> list[Row]:
-    """Seconds from `run` to the first token, and processor seconds of a mistake in an option; the least of the repeats."""
+    """Processor seconds from `run` to the first token and of a mistake in an option, after a first call."""
     first, mistake, needed = [], [], []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         with tempfile.TemporaryDirectory() as folder:
             _, cpu, said = child(["-c", FIRST_TOKEN, str(time.time())], folder)
             first.append(float(said.split()[-1]))
             needed.append(cpu)
             mistake.append(child(["-m", "sharpscope", "run", "--method", "grpo-sq"], folder)[1])
-    note = f"{min(needed):.3g} s of processor time"
+    note = f"{statistics.median(first[1:]):.3g} s of wall time"
+    what = "`run` to the first token, embedded policy"
     return [
-        Row("`run` to the first token, embedded policy", min(first), "s", "≤ 4", "≤ 3", note),
-        Row("a mistake in an option", min(mistake), "s CPU", "≤ 0.5"),
+        Row.of_turns(what, needed[1:], "s", "≤ 4", "≤ 3", note),
+        Row.of_turns("a mistake in an option", mistake[1:], "s", "≤ 0.5"),
     ]
 
 
@@ -356,8 +362,15 @@ TEN = (
 )
 
 
-def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
+def rotation(model: str, size: int, repeats: int, methods: Sequence[str] = TEN) -> list[Row]:
     """Rotation of ten methods on one batch: processor time a method, in gradients of the same number of tokens."""
+    found = [_rotation(model, size, methods) for _ in range(repeats)]
+    turns, notes = zip(*found, strict=True)
+    what = "rotation, a method, in gradients"
+    return [Row.of_turns(what, turns, "gradients", "≤ 1.3", "≤ 1.05", notes[-1])]
+
+
+def _rotation(model: str, size: int, methods: Sequence[str]) -> tuple[float, str]:
     from sharpscope.forks import rotate
 
     marks: list[float] = []
@@ -374,7 +387,7 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
         on_progress=lambda text: marks.append(time.process_time()),
     )
     # marks[0]: drawing; then one at the start of each method
-    seconds = (time.process_time() - marks[1]) / len(methods)
+    spent = (time.process_time() - marks[1]) / len(methods)
     policy = load_policy(build_config(None, [f"policy.model={model}"]).policy)
     prompt = len(render_prompts([questions(1)[0]["train"][0]], policy)[0])
     rows = int(found.batch["completions"])
@@ -384,9 +397,5 @@ def rotation(model: str, size: int, methods: Sequence[str] = TEN) -> list[Row]:
     began = time.process_time()
     gradient()
     once = time.process_time() - began
-    note = f"{seconds:.3g} s a method, {once:.3g} s a gradient of {tuple(ids.shape)} tokens; {described(policy.model)}"
-    return [
-        Row(
-            "rotation, a method, in gradients", seconds / once, "gradients", "≤ 1.3", "≤ 1.05", note
-        )
-    ]
+    note = f"{spent:.3g} s a method, {once:.3g} s a gradient of {tuple(ids.shape)} tokens; {described(policy.model)}"
+    return spent / once, note
