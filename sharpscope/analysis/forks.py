@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
-from scipy.stats import ttest_1samp
 
 from sharpscope.analysis.effects import removal_text
 from sharpscope.analysis.headline import sentences
@@ -157,6 +156,8 @@ def _p_value(values: np.ndarray) -> float:
     """Two-sided p of Student's t-test that the mean is 0; NaN for fewer than two values, 1 if all are 0."""
     if len(values) < 2 or not values.std():
         return math.nan if len(values) < 2 else 1.0 if values[0] == 0 else 0.0
+    from scipy.stats import ttest_1samp  # slow to import
+
     return float(ttest_1samp(values, 0.0).pvalue)
 
 
