@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 import pandas as pd
@@ -26,6 +26,14 @@ class Measured:
 
     value: float
     facts: Facts
+
+
+def measured(value: SupportsFloat, /, **facts: object) -> Measured:
+    """The value of an identity with its facts, in which numpy's scalars become Python's."""
+    plain = {
+        name: fact.item() if isinstance(fact, np.generic) else fact for name, fact in facts.items()
+    }
+    return Measured(value=float(value), facts=plain)
 
 
 @dataclass(frozen=True, kw_only=True)

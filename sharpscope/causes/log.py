@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from sharpscope.causes.named import Cause
 from sharpscope.packaged import package_yaml
@@ -33,16 +34,20 @@ def causes_of_log(frame: Frame) -> list[Cause]:
 
 
 def _cause(name: str, facts: Facts) -> Cause:
+    """A cause with its words; a fact of the whole log has no step, and counts as of the first."""
     step = facts.get("step", 1)
+    assert isinstance(step, int)
     said = {part: text.format_map(facts) for part, text in _TEXTS[name].items()}
-    return Cause(name=name, step=step if isinstance(step, int) else 1, **said)
+    return Cause(name=name, step=step, **said)
 
 
 def _column(frame: Frame, name: str) -> pd.Series:
+    """The values of a quantity by step; none where the log does not have it."""
     return frame[name].dropna().astype(float) if name in frame else pd.Series(dtype=float)
 
 
 def _parts(frame: Frame) -> list[str]:
+    """Columns of the reward's components."""
     return [str(name) for name in frame if str(name).startswith("rewards/")]
 
 
@@ -52,9 +57,16 @@ def _reward_not_finite(frame: Frame) -> Facts | None:
     if bad.empty:
         return None
     step = int(bad.index[0])
-    parts = [p for p in _parts(frame) if not np.isfinite(frame[p].get(step, 0.0))]
-    names = ", ".join(part.removeprefix("rewards/") for part in parts)
-    return {"step": step, "value": float(bad.iloc[0]), "part": f" ({names})" if names else ""}
+    names = [
+        part.removeprefix("rewards/")
+        for part in _parts(frame)
+        if not np.isfinite(frame[part].get(step, 0.0))
+    ]
+    return {
+        "step": step,
+        "value": float(bad.iloc[0]),
+        "part": f" ({', '.join(names)})" if names else "",
+    }
 
 
 def _zero_learning_rate(frame: Frame) -> Facts | None:
@@ -67,10 +79,11 @@ def _zero_learning_rate(frame: Frame) -> Facts | None:
 
 def _reward_constant(frame: Frame) -> Facts | None:
     reward = _column(frame, "reward")
+    if len(reward) < FEW or reward.nunique() > 1 or reward.iloc[0] > 0:
+        return None
     dead = _column(frame, "dead_groups")
     entropy = _column(frame, "entropy")
-    same = len(reward) >= FEW and reward.nunique() == 1 and len(dead) and (dead == 1).all()
-    if not same or reward.iloc[0] > 0 or not (entropy > 0.05).any():
+    if dead.empty or (dead != 1).any() or not (entropy > 0.05).any():
         return None
     return {"reward": float(reward.iloc[0]), "steps": len(reward)}
 
@@ -87,9 +100,19 @@ def _stale_sampler(frame: Frame) -> Facts | None:
     gap = _column(frame, "mismatch")
     if len(gap) < FEW or gap.iloc[0] > 0.01 or gap.iloc[-3:].mean() < 0.1:
         return None
-    trend = float(np.corrcoef(np.arange(len(gap)), gap)[0, 1])
-    facts = {"first": float(gap.iloc[0]), "last": float(gap.iloc[-1]), "trend": trend}
-    return facts if trend > 0.6 else None
+    trend = _correlation(np.arange(len(gap)), gap)
+    if not trend > 0.6:
+        return None
+    return {
+        "first": float(gap.iloc[0]),
+        "last": float(gap.iloc[-1]),
+        "trend": trend,
+    }
+
+
+def _correlation(x: ArrayLike, y: ArrayLike) -> float:
+    """Pearson's."""
+    return float(np.corrcoef(x, y)[0, 1])
 
 
 def _reference_differs(frame: Frame) -> Facts | None:
@@ -100,25 +123,25 @@ def _reference_differs(frame: Frame) -> Facts | None:
 
 
 def _reference_moves(frame: Frame) -> Facts | None:
-    kl = _column(frame, "kl")
+    size = _column(frame, "kl").abs()
     rate = _column(frame, "lr")
     norm = _column(frame, "grad_norm")
     moves = (rate > 0).any() and (norm > 0).any()
-    if len(kl) < FEW or kl.abs().max() > 1e-7 or not moves:
+    if len(size) < FEW or size.max() > 1e-7 or not moves:
         return None
-    return {"steps": len(kl), "largest": float(kl.abs().max())}
+    return {"steps": len(size), "largest": float(size.max())}
 
 
 def _kl_sign(frame: Frame) -> Facts | None:
-    kl = _column(frame, "kl")
-    loss = _column(frame, "loss")
-    both = pd.concat([kl, loss], axis=1).dropna()
+    both = pd.concat([_column(frame, "kl"), _column(frame, "loss")], axis=1).dropna()
     if len(both) < 2 * FEW or both["kl"].max() < 0.3:
         return None
-    slope, _ = np.polyfit(both["kl"], both["loss"], 1)
-    r2 = float(np.corrcoef(both["kl"], both["loss"])[0, 1]) ** 2
-    facts = {"slope": float(slope), "r2": r2, "largest": float(both["kl"].max())}
-    return facts if slope < 0 and r2 > 0.8 else None
+    kl, loss = both["kl"], both["loss"]
+    slope = float(np.polyfit(kl, loss, 1)[0])
+    r2 = _correlation(kl, loss) ** 2
+    if slope >= 0 or not r2 > 0.8:
+        return None
+    return {"slope": slope, "r2": r2, "largest": float(kl.max())}
 
 
 def _update_too_large(frame: Frame) -> Facts | None:
@@ -127,13 +150,16 @@ def _update_too_large(frame: Frame) -> Facts | None:
     start = entropy[entropy.index <= 4]
     if len(start) < 2 or not len(rate) or rate.iloc[:4].max() < 1e-3:
         return None
-    rise = float(start.max() - start.iloc[0])
-    facts = {
-        "before": float(start.iloc[0]),
-        "after": float(start.max()),
-        "step": int(start.index[int(start.to_numpy().argmax())]),
+    before = float(start.iloc[0])
+    after = float(start.max())
+    if not after - before > max(0.3, before):
+        return None
+    return {
+        "before": before,
+        "after": after,
+        "step": int(start.index[start.to_numpy().argmax()]),
+        "lr": float(rate.iloc[0]),
     }
-    return facts | {"lr": float(rate.iloc[0])} if rise > max(0.3, start.iloc[0]) else None
 
 
 def _prompt_scale(frame: Frame) -> Facts | None:
@@ -142,14 +168,17 @@ def _prompt_scale(frame: Frame) -> Facts | None:
     quarter = len(ordered) // 4
     if quarter < 2:
         return None
-    jumps = ordered[quarter + 1 :] / ordered[quarter:-1]
-    limit = ordered[quarter + 1 + int(jumps.argmax())]  # the first value above the largest gap
-    large = spread[spread >= limit]
+    above = ordered[quarter:]  # gaps between the smallest values say nothing
+    jumps = above[1:] / above[:-1]
     if jumps.max() < 5:
         return None
-    steps = ", ".join(map(str, large.index[:6]))
+    large = spread[spread >= above[1:][jumps.argmax()]]  # the values above the largest gap
     times = float(large.max() / np.median(ordered))
-    return {"step": int(large.index.min()), "steps": steps, "times": max(times, jumps.max())}
+    return {
+        "step": int(large.index.min()),
+        "steps": ", ".join(map(str, large.index[:6])),
+        "times": max(times, jumps.max()),
+    }
 
 
 def _reward_feature(frame: Frame) -> Facts | None:
@@ -159,17 +188,17 @@ def _reward_feature(frame: Frame) -> Facts | None:
     third = len(frame) // 3
     first = frame[parts].iloc[:third].mean()
     last = frame[parts].iloc[-third:].mean()
-    facts = {}
-    for name, course, changed in (
-        ("up", "rise", last > 2 * first),
-        ("down", "fall", last < first / 2),
-    ):
-        if not (changed & (first > 0)).any():
-            return None
-        part = str((changed & (first > 0)).idxmax())
-        facts[name] = part.removeprefix("rewards/")
-        facts[course] = f"{first[part]:.2g} → {last[part]:.2g}"
-    return facts
+    rises = (last > 2 * first) & (first > 0)
+    falls = (last < first / 2) & (first > 0)
+    if not rises.any() or not falls.any():
+        return None
+    up, down = str(rises.idxmax()), str(falls.idxmax())
+    return {
+        "up": up.removeprefix("rewards/"),
+        "rise": f"{first[up]:.2g} → {last[up]:.2g}",
+        "down": down.removeprefix("rewards/"),
+        "fall": f"{first[down]:.2g} → {last[down]:.2g}",
+    }
 
 
 _RULES = (

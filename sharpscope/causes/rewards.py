@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 
-from sharpscope.causes.identity import Measured, first_step, identity
+from sharpscope.causes.identity import Measured, first_step, identity, measured
 from sharpscope.causes.recorded import Recorded, as_dict
 
 FEWEST_ROWS = 48
@@ -30,6 +30,11 @@ def _scored(recorded: Recorded) -> pd.DataFrame:
     return rollouts
 
 
+def _finite(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows whose reward is finite."""
+    return rows[np.isfinite(rows["reward"].astype(float))] if len(rows) else rows
+
+
 def _parts(rollouts: pd.DataFrame) -> pd.DataFrame:
     """The rewards' components, a column each, by the rows' index."""
     rows = [as_dict(cell) for cell in rollouts["reward_parts"]]
@@ -43,18 +48,18 @@ def reward_finite(recorded: Recorded) -> Measured | None:
     if rows.empty:
         return None
     bad = rows[~np.isfinite(rows["reward"].astype(float))]
-    facts: dict[str, object] = {"step": first_step(bad)}
-    if len(bad):
-        first = bad.iloc[0]
-        parts = _parts(bad.iloc[:1]).iloc[0]
-        names = [str(name) for name, value in parts.items() if not np.isfinite(value)]
-        facts |= {
-            "rollout": int(first["rollout"]),
-            "reward": float(first["reward"]),
-            "prompt": str(first["prompt"]),
-            "parts": names,
-        }
-    return Measured(value=float(len(bad)), facts=facts)
+    if bad.empty:
+        return measured(0, step=0)
+    first = bad.iloc[0]
+    parts = _parts(bad.iloc[:1]).iloc[0]
+    return measured(
+        len(bad),
+        step=first_step(bad),
+        rollout=int(first["rollout"]),
+        reward=float(first["reward"]),
+        prompt=str(first["prompt"]),
+        parts=[str(name) for name, value in parts.items() if not np.isfinite(value)],
+    )
 
 
 @identity
@@ -65,13 +70,13 @@ def reward_varies(recorded: Recorded) -> Measured | None:
         return None
     distinct = rows["completion"].nunique()
     constant = rows["reward"].nunique(dropna=False) == 1 and distinct > 10
-    facts = {
-        "reward": float(rows["reward"].iloc[0]),
-        "distinct": distinct,
-        "count": len(rows),
-        "parts": [str(name) for name in _parts(rows).columns],
-    }
-    return Measured(value=float(constant), facts=facts)
+    return measured(
+        constant,
+        reward=float(rows["reward"].iloc[0]),
+        distinct=distinct,
+        count=len(rows),
+        parts=[str(name) for name in _parts(rows).columns],
+    )
 
 
 @identity
@@ -79,19 +84,21 @@ def prompt_scale(recorded: Recorded) -> Measured | None:
     """The largest |A| of one prompt as a multiple of the median prompt's."""
     rows = _scored(recorded)
     known = rows[rows["advantage"].abs() > 0] if len(rows) else rows
-    largest = known.assign(size=known["advantage"].abs()).groupby("prompt")["size"].max()
+    size = known["advantage"].abs()
+    largest = size.groupby(known["prompt"]).max()  # prompt -> its largest |A|
     if len(largest) < 6:
         return None
     worst = str(largest.idxmax())
     carried = known[known["prompt"] == worst]
-    facts = {
-        "prompt": worst,
-        "steps": [int(step) for step in carried["step"].unique()],
-        "step": first_step(carried),
-        "reward": float(carried["reward"].abs().max()),
-        "usual": float(known.loc[known["prompt"] != worst, "reward"].abs().max()),
-    }
-    return Measured(value=float(largest.max() / largest.drop(worst).median()), facts=facts)
+    others = known[known["prompt"] != worst]
+    return measured(
+        largest.max() / largest.drop(worst).median(),
+        prompt=worst,
+        steps=carried["step"].unique().tolist(),
+        step=first_step(carried),
+        reward=carried["reward"].abs().max(),
+        usual=others["reward"].abs().max(),
+    )
 
 
 def _within(values: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
@@ -113,41 +120,46 @@ def reward_feature(recorded: Recorded) -> Measured | None:
     It counts where the total does not follow another component of the reward: the correlation with it is under 0.3 in the
     last third, or its mean has fallen by half since the first.
     """
-    scored = _scored(recorded)
-    scored = scored[np.isfinite(scored["reward"].astype(float))] if len(scored) else scored
-    third = scored["step"].max() / 3 if len(scored) else 0
-    rows = scored[scored["step"] > 2 * third].tail(MOST_ROWS)
-    if len(rows) < FEWEST_ROWS:
+    scored = _finite(_scored(recorded))
+    if len(scored) < FEWEST_ROWS:
         return None
+    third = scored["step"].max() / 3
+    rows = scored[scored["step"] > 2 * third].tail(MOST_ROWS)
     every = _parts(scored)
-    if every.shape[1] < 2:
+    if len(rows) < FEWEST_ROWS or every.shape[1] < 2:
         return None
     parts = every.loc[rows.index].fillna(0.0)
+
+    # what the reward follows now
     total = _within(rows[["reward"]].astype(float), rows)["reward"]
     by_part = _correlations(_within(parts, rows), total)
     by_feature = _correlations(_within(_features(rows), rows), total)
     feature = str(by_feature.abs().idxmax())
+    correlation = by_feature[feature]
+
+    # components that it no longer follows
     before, after = every[scored["step"] <= third].mean(), parts.mean()
     fallen = (after < before / 2) & (before > 0)
     unheard = (by_part.abs() < 0.3) & (every.std() > 0)
     names = [str(name) for name in parts]
     dropped = [name for name in names if fallen[name] or unheard[name]]
-    facts = {
-        "feature": feature,
-        "correlation": float(by_feature[feature]),
-        "part": str(by_part.idxmax()),
-        "dropped": dropped,
-        "means": {name: (float(before[name]), float(after[name])) for name in names},
-        "step": first_step(rows),
-    }
-    return Measured(value=abs(float(by_feature[feature])) if dropped else 0.0, facts=facts)
+    return measured(
+        abs(correlation) if dropped else 0.0,
+        feature=feature,
+        correlation=correlation,
+        part=str(by_part.idxmax()),
+        dropped=dropped,
+        means={name: (float(before[name]), float(after[name])) for name in names},
+        step=first_step(rows),
+    )
 
 
 def _features(rows: pd.DataFrame) -> pd.DataFrame:
     """How often the most frequent words, tags and signs occur in each completion, and its number of tokens."""
-    counts = pd.DataFrame([Counter(WORD.findall(text)) for text in rows["completion"]])
+    words = [Counter(WORD.findall(text)) for text in rows["completion"]]
+    counts = pd.DataFrame(words, index=rows.index)  # (rows, words), NaN where a row lacks a word
     frequent = counts.notna().sum().nlargest(MOST_FEATURES).index
-    features = counts[list(frequent)].fillna(0.0).set_index(rows.index)
+    features = counts[list(frequent)].fillna(0.0)
     return features.assign(length=rows["length"].astype(float))
 
 
@@ -157,29 +169,33 @@ def reward_of_completion(recorded: Recorded) -> Measured | None:
     rows = _scored(recorded)
     if len(rows) < FEWEST_ROWS:
         return None
-    text = rows["prompt"] if rows["token_ids"].isna().all() else rows["token_ids"].astype(str)
+    text = rows["prompt"] if rows["token_ids"].isna().all() else rows["token_ids"]
     key = text.astype(str) + "\0" + rows["completion"].astype(str)
     pairs, differing = _differing(rows, rows["reward"], key)
     if pairs < 30:
         return None
-    facts: dict[str, object] = {"pairs": pairs, "step": first_step(rows)}
-    if differing:
-        moved = {}
-        for offset in OFFSETS:
-            shifted = rows.groupby("step")["reward"].transform(np.roll, shift=offset)
-            moved[offset] = _differing(rows, shifted, key)[1] / pairs
-        best = min(moved, key=lambda offset: moved[offset])
-        facts |= {"offset": best, "moved": moved[best]}
-    return Measured(value=differing / pairs, facts=facts)
+    step = first_step(rows)
+    if not differing:
+        return measured(0, pairs=pairs, step=step)
+    moved = {}  # rows by which the rewards are moved -> the share that differs then
+    for offset in OFFSETS:
+        shifted = rows.groupby("step")["reward"].transform(np.roll, shift=offset)
+        moved[offset] = _differing(rows, shifted, key)[1] / pairs
+    best = min(moved, key=lambda offset: moved[offset])
+    return measured(differing / pairs, pairs=pairs, step=step, offset=best, moved=moved[best])
 
 
 def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[int, int]:
     """Number of pairs of rows of a step with one key, and of those whose rewards differ."""
     frame = pd.DataFrame({"step": rows["step"], "key": key, "reward": reward.round(6)})
-    size = frame.groupby(["step", "key"]).size()
-    same = frame.groupby(["step", "key", "reward"]).size()
-    pairs = int((size * (size - 1) // 2).sum())
-    return pairs, pairs - int((same * (same - 1) // 2).sum())
+    pairs = _pairs(frame, ["step", "key"])
+    return pairs, pairs - _pairs(frame, ["step", "key", "reward"])
+
+
+def _pairs(frame: pd.DataFrame, columns: list[str]) -> int:
+    """Number of pairs of rows with equal values in these columns."""
+    size = frame.groupby(columns).size()
+    return int((size * (size - 1) // 2).sum())
 
 
 @identity
@@ -197,25 +213,33 @@ def group_mean(recorded: Recorded) -> Measured | None:
     sets = _other_sets(advantages) if off > 1e-3 else {}
     best = min(sets, key=lambda name: round(sets[name][1], 6), default="")
     offset, left = sets.get(best, (0, 1.0))
-    facts = {"sets": best, "offset": offset, "left": left, "share": off, "step": first_step(rows)}
-    return Measured(value=off if left < off / 10 else 0.0, facts=facts)
+    return measured(
+        off if left < off / 10 else 0.0,
+        sets=best,
+        offset=offset,
+        left=left,
+        share=off,
+        step=first_step(rows),
+    )
 
 
 def _uncentered(advantages: np.ndarray) -> float:
     """Root mean square of the means along the last axis, over that of all values."""
-    size = float(np.square(advantages).mean()) or 1.0
-    return float(np.sqrt(np.square(advantages.mean(-1)).mean() / size))
+    size = np.square(advantages).mean() or 1.0
+    of_means = np.square(advantages.mean(-1)).mean()
+    return float(np.sqrt(of_means / size))
 
 
 def _other_sets(advantages: np.ndarray) -> dict[str, tuple[int, float]]:
     """What other sets of rows are -> by how many rows advantages (step, group, row) are moved, and what is not centered."""
     steps, groups, size = advantages.shape
     flat = advantages.reshape(steps, -1)
-    found = {"the rows of one place in every group": (0, _uncentered(advantages.swapaxes(1, 2)))}
+    by_place = _uncentered(advantages.swapaxes(1, 2))  # (step, row, group)
+    found = {"the rows of one place in every group": (0, by_place)}
     for several in (2, 4, 8):
         if groups % several == 0 and several < groups:
-            joined = _uncentered(flat.reshape(steps, -1, several * size))
-            found[f"the completions of {several} prompts"] = 0, joined
+            joined = flat.reshape(steps, -1, several * size)
+            found[f"the completions of {several} prompts"] = 0, _uncentered(joined)
     for offset in OFFSETS:
         moved = np.roll(flat, offset, axis=1).reshape(advantages.shape)
         found[f"rows moved by {offset}"] = offset, _uncentered(moved)
@@ -225,20 +249,20 @@ def _other_sets(advantages: np.ndarray) -> dict[str, tuple[int, float]]:
 @identity
 def cut_reward(recorded: Recorded) -> Measured | None:
     """Correlation within groups of the reward with being cut at the length limit; 0 where few are cut."""
-    rows = _scored(recorded)
-    rows = rows[np.isfinite(rows["reward"].astype(float))] if len(rows) else rows
+    rows = _finite(_scored(recorded))
     if len(rows) < FEWEST_ROWS or rows["truncated"].isna().any():
         return None
     cut = rows["truncated"].astype(float)
-    both = _within(pd.DataFrame({"cut": cut, "reward": rows["reward"].astype(float)}), rows)
-    correlation = float(_correlations(both[["cut"]], both["reward"])["cut"])
-    facts = {
-        "cut": float(rows.loc[cut > 0, "reward"].mean()),
-        "ended": float(rows.loc[cut == 0, "reward"].mean()),
-        "step": first_step(rows[cut > 0]),
-    }
+    reward = rows["reward"].astype(float)
+    centered = _within(pd.DataFrame({"cut": cut, "reward": reward}), rows)
+    correlation = _correlations(centered[["cut"]], centered["reward"])["cut"]
     enough = cut.mean() > 0.02 and cut.sum() >= 8
-    return Measured(value=correlation if enough else 0.0, facts=facts)
+    return measured(
+        correlation if enough else 0.0,
+        cut=reward[cut > 0].mean(),
+        ended=reward[cut == 0].mean(),
+        step=first_step(rows[cut > 0]),
+    )
 
 
 @identity
@@ -250,17 +274,22 @@ def reward_of_distance(recorded: Recorded) -> Measured | None:
     rows, tokens = _scored(recorded), recorded.drawn
     if len(rows) < FEWEST_ROWS:
         return None
-    gap = (tokens["logp"] - tokens["ref_logp"]).groupby([tokens["step"], tokens["rollout"]])
-    found = rows.join(gap.sum(min_count=1).rename("gap"), on=["step", "rollout"])
+    gap = tokens["logp"] - tokens["ref_logp"]
+    by_row = gap.groupby([tokens["step"], tokens["rollout"]]).sum(min_count=1)
+    found = rows.join(by_row.rename("gap"), on=["step", "rollout"])
     apart = found.groupby(["step", "group"])[["reward", "gap"]].diff()
     apart = apart[apart["gap"].abs() > 0.1]
     if len(apart) < FEWEST_ROWS:
         return None
     slope = apart["reward"] / apart["gap"]
-    middle = float(slope.median())
-    alike = float(((slope - middle).abs() < 0.01 * middle).mean())
-    facts = {"alike": alike, "pairs": len(apart), "step": first_step(rows)}
-    return Measured(value=middle if alike > 1 / 3 else 0.0, facts=facts)
+    middle = slope.median()
+    alike = ((slope - middle).abs() < 0.01 * middle).mean()
+    return measured(
+        middle if alike > 1 / 3 else 0.0,
+        alike=alike,
+        pairs=len(apart),
+        step=first_step(rows),
+    )
 
 
 @identity
@@ -274,11 +303,11 @@ def one_prompt_a_group(recorded: Recorded) -> Measured | None:
         tuple(json.loads(ids)[: int(count)])
         for ids, count in zip(known["token_ids"], known["prompt_tokens"], strict=True)
     ]
-    frame = known[["step", "group"]].assign(prompt=pd.Series(prompts, index=known.index))
-    distinct = frame.groupby(["step", "group"])["prompt"].nunique()
-    facts = {
-        "distinct": int(distinct.max()),
-        "groups": len(distinct),
-        "step": int(distinct.index[0][0]),
-    }
-    return Measured(value=float((distinct > 1).mean()), facts=facts)
+    by_row = pd.Series(prompts, index=known.index)
+    distinct = by_row.groupby([known["step"], known["group"]]).nunique()
+    return measured(
+        (distinct > 1).mean(),
+        distinct=distinct.max(),
+        groups=len(distinct),
+        step=first_step(known),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from sharpscope.causes.identity import Measured, beyond_chance, first_step, identity
+from sharpscope.causes.identity import Measured, beyond_chance, first_step, identity, measured
 from sharpscope.causes.recorded import Recorded
 from sharpscope.causes.temperature import drawn_temperature, told_temperature
 
@@ -30,22 +30,22 @@ def surprise(recorded: Recorded) -> Measured | None:
     where π is sure and where it is not. A temperature removes the more the surer π is, top-k a part that does not depend on it.
     """
     tokens = recorded.drawn
-    inner = tokens[(tokens["position"] >= STARTS // 2)]
+    inner = tokens[tokens["position"] >= STARTS // 2]
     if len(inner) < FEWEST_TOKENS:
         return None
     values = inner["surprise"].to_numpy(float)
     by_step = inner.groupby("step")["surprise"].mean()
     off = beyond_chance(values)
-    facts = {
-        "mean": float(values.mean()),
-        "temperature": drawn_temperature(inner) if off else 1.0,
-        "rare": _other_tokens(inner, 0.002, 0.03),
-        "usual": _other_tokens(inner, 0.05, 0.3),
-        "tokens": len(inner),
-        "first": float(by_step.iloc[0]),
-        "step": first_step(inner),
-    }
-    return Measured(value=off, facts=facts)
+    return measured(
+        off,
+        mean=values.mean(),
+        temperature=drawn_temperature(inner) if off else 1.0,
+        rare=_other_tokens(inner, 0.002, 0.03),
+        usual=_other_tokens(inner, 0.05, 0.3),
+        tokens=len(inner),
+        first=by_step.iloc[0],
+        step=first_step(inner),
+    )
 
 
 def _other_tokens(tokens: pd.DataFrame, low: float, high: float) -> float:
@@ -71,9 +71,12 @@ def surprise_at_start(recorded: Recorded) -> Measured | None:
         for position in sorted(starts["position"].astype(int).unique())
     }
     worst = max(off, key=lambda position: off[position])
-    mean = float(means.loc[worst].mean())
-    facts = {"position": worst, "mean": mean, "step": first_step(starts)}
-    return Measured(value=off[worst], facts=facts)
+    return measured(
+        off[worst],
+        position=worst,
+        mean=means.loc[worst].mean(),
+        step=first_step(starts),
+    )
 
 
 @identity
@@ -87,13 +90,13 @@ def common_beginning(recorded: Recorded) -> Measured | None:
         return None
     tokens = recorded.drawn
     first = tokens[tokens["position"] < 3].groupby(["step", "rollout"])["token_id"].agg(tuple)
-    facts = {
-        "tokens": float(groups["tokens"].median()),
-        "beginnings": int(first.nunique()),
-        "groups": len(groups),
-        "step": first_step(tokens),
-    }
-    return Measured(value=float(groups["evidence"].median()), facts=facts)
+    return measured(
+        groups["evidence"].median(),
+        tokens=groups["tokens"].median(),
+        beginnings=first.nunique(),
+        groups=len(groups),
+        step=first_step(tokens),
+    )
 
 
 @identity
@@ -103,12 +106,12 @@ def equal_completions(recorded: Recorded) -> Measured | None:
     if len(groups) < 4:
         return None
     equal = groups["tokens"] >= groups["longest"]
-    facts = {
-        "share": float(equal.mean()),
-        "groups": len(groups),
-        "step": first_step(recorded.drawn),
-    }
-    return Measured(value=float(groups["evidence"].where(equal, 0.0).mean()), facts=facts)
+    return measured(
+        groups["evidence"].where(equal, 0.0).mean(),
+        share=equal.mean(),
+        groups=len(groups),
+        step=first_step(recorded.drawn),
+    )
 
 
 @identity
@@ -122,18 +125,26 @@ def improbable_tokens(recorded: Recorded) -> Measured | None:
     if len(inner) < FEWEST_TOKENS:
         return None
     odd = inner[inner["surprise"] > IMPROBABLE]
-    last = odd["position"] == odd["length"] - 1
-    ids = odd["token_id"].value_counts()
-    facts = {
-        "count": len(odd),
-        "token": int(ids.index[0]) if len(ids) else -1,
-        "same": float(ids.iloc[0] / len(odd)) if len(ids) else 0.0,
-        "last": float(last.mean()) if len(odd) else 0.0,
-        "rows": odd[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
-        "step": first_step(odd),
-    }
-    again = int(ids.max()) if ids.max() >= OFTEN else 0  # a few come by chance
-    return Measured(value=again / len(inner), facts=facts)
+    if odd.empty:
+        return measured(0, count=0, token=-1, same=0.0, last=0.0, rows=[], step=0)
+    ids = odd["token_id"].value_counts()  # the most frequent first
+    most = ids.iloc[0]
+    at_end = odd["position"] == odd["length"] - 1
+    return measured(
+        most / len(inner) if most >= OFTEN else 0.0,  # a few come by chance
+        count=len(odd),
+        token=int(ids.index[0]),
+        same=most / len(odd),
+        last=at_end.mean(),
+        rows=_places(odd),
+        step=first_step(odd),
+    )
+
+
+def _places(tokens: pd.DataFrame) -> list[list[int]]:
+    """Step, completion and position of the first five tokens."""
+    places: list[list[int]] = tokens[["step", "rollout", "position"]].head(5).to_numpy().tolist()
+    return places
 
 
 @identity
@@ -145,19 +156,20 @@ def sampler_mismatch(recorded: Recorded) -> Measured | None:
         return None
     gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
     size = np.abs(gap)
-    by_step = pd.Series(size).groupby(known["step"].to_numpy()).mean()
     start = known["position"].to_numpy() == 0
-    facts = {
-        "first": float(by_step.iloc[0]),
-        "later": float(by_step.iloc[1:].mean()),
-        "last": float(by_step.iloc[-1]),
-        "at_start": float(size[start].mean()) if start.any() else 0.0,
-        "inside": float(size[~start].mean()),
-        "steps": len(by_step),
-        "trend": float(np.corrcoef(by_step.index, by_step)[0, 1]) if by_step.std() > 0 else 0.0,
-        "onset": int(by_step.index[int((by_step > 0.01).to_numpy().argmax())]),
-    }
-    return Measured(value=float(size.mean()), facts=facts)
+    by_step = pd.Series(size).groupby(known["step"].to_numpy()).mean()
+    changes = by_step.std() > 0
+    return measured(
+        size.mean(),
+        first=by_step.iloc[0],
+        later=by_step.iloc[1:].mean(),
+        last=by_step.iloc[-1],
+        at_start=size[start].mean() if start.any() else 0.0,
+        inside=size[~start].mean(),
+        steps=len(by_step),
+        trend=np.corrcoef(by_step.index, by_step)[0, 1] if changes else 0.0,
+        onset=(by_step > 0.01).idxmax(),
+    )
 
 
 @identity
@@ -167,7 +179,7 @@ def sampler_follows(recorded: Recorded) -> Measured | None:
     if found is None or found.facts["steps"] < 4:
         return None
     agree = found.facts["first"] < ROUNDING
-    return Measured(value=found.facts["later"] if agree else 0.0, facts=found.facts)
+    return measured(found.facts["later"] if agree else 0.0, **found.facts)
 
 
 @identity
@@ -179,11 +191,14 @@ def sampler_temperature(recorded: Recorded) -> Measured | None:
         return None
     gap = (known["behavior_logp"] - known["logp"]).to_numpy(float)
     if np.abs(gap).mean() < ROUNDING:
-        return Measured(value=0.0, facts={})
+        return measured(0)
     heat = told_temperature(known, gap)
-    facts = {"temperature": heat.temperature, "r2": heat.explained, "step": first_step(known)}
-    off = abs(1 / heat.temperature - 1)
-    return Measured(value=off if heat.explained > 0.9 else 0.0, facts=facts)
+    return measured(
+        abs(1 / heat.temperature - 1) if heat.explained > 0.9 else 0.0,
+        temperature=heat.temperature,
+        r2=heat.explained,
+        step=first_step(known),
+    )
 
 
 @identity
@@ -195,19 +210,22 @@ def first_ratio(recorded: Recorded) -> Measured | None:
         return None
     gap = -np.log(first["ratio"].to_numpy(float))  # ln π_old − ln π
     size = np.abs(gap)
-    if size.mean() < ROUNDING:
-        return Measured(value=float(size.mean()), facts={})
+    mean = size.mean()
+    if mean < ROUNDING:
+        return measured(mean)
+    step = first_step(first)
     heat = told_temperature(first, gap)
     old = pd.Series(gap + first["logp"].to_numpy(float), index=first.index)
-    facts = {
-        "step": first_step(first),
-        "first": float(size[first["step"] == first["step"].min()].mean()),
-        "temperature": heat.temperature,
-        "r2": heat.explained,
-        "moved": _moved(first, old) / float(size.mean()),
-        "of_sampler": float((old - first["behavior_logp"]).abs().mean()) < ROUNDING,
-    }
-    return Measured(value=float(size.mean()), facts=facts)
+    from_sampler = (old - first["behavior_logp"]).abs().mean()
+    return measured(
+        mean,
+        step=step,
+        first=size[first["step"] == step].mean(),
+        temperature=heat.temperature,
+        r2=heat.explained,
+        moved=_moved(first, old) / mean,
+        of_sampler=from_sampler < ROUNDING,
+    )
 
 
 def _moved(tokens: pd.DataFrame, old: pd.Series) -> float:
@@ -230,8 +248,8 @@ def equal_prefixes(recorded: Recorded) -> Measured | None:
     if repeated.sum() < FEWEST_TOKENS:
         return None
     gap = (log_ratio - groups.transform("mean"))[repeated]
-    facts = {"tokens": int(repeated.sum()), "step": first_step(keyed)}
-    return Measured(value=float(np.sqrt(np.square(gap).mean())), facts=facts)
+    spread = np.sqrt(np.square(gap).mean())
+    return measured(spread, tokens=repeated.sum(), step=first_step(keyed))
 
 
 @identity
@@ -241,8 +259,12 @@ def later_ratio(recorded: Recorded) -> Measured | None:
     if len(uses) < FEWEST_TOKENS:
         return None
     same = np.abs(uses["ratio"].to_numpy(float) - 1) < 1e-6
-    facts = {"uses": len(uses), "updates": int(uses["update"].max()) + 1, "step": first_step(uses)}
-    return Measured(value=float(same.mean()), facts=facts)
+    return measured(
+        same.mean(),
+        uses=len(uses),
+        updates=int(uses["update"].max()) + 1,
+        step=first_step(uses),
+    )
 
 
 @identity
@@ -253,7 +275,7 @@ def reference_at_start(recorded: Recorded) -> Measured | None:
     gap = (first["ref_logp"] - first["logp"]).dropna().abs()
     if len(gap) < FEWEST_TOKENS:
         return None
-    return Measured(value=float(gap.mean()), facts={"largest": float(gap.max())})
+    return measured(gap.mean(), largest=gap.max())
 
 
 @identity
@@ -264,27 +286,28 @@ def reference_stays(recorded: Recorded) -> Measured | None:
     known = later[later["ref_logp"].notna()]
     if len(known) < FEWEST_TOKENS or not recorded.updates["update_norm"].gt(0).any():
         return None
-    gap = (known["ref_logp"] - known["logp"]).abs().groupby(known["step"]).max()
-    facts = {"steps": len(gap), "largest": float(gap.max())}
-    return Measured(value=float((gap < 1e-4).mean()), facts=facts)
+    gap = (known["ref_logp"] - known["logp"]).abs()
+    by_step = gap.groupby(known["step"]).max()
+    return measured((by_step < 1e-4).mean(), steps=len(by_step), largest=by_step.max())
 
 
 @identity
 def special_tokens(recorded: Recorded) -> Measured | None:
     """Share of completions with special tokens other than the tokenizer's end and padding, where all completions are cut."""
     tokens, words = recorded.drawn, recorded.words
-    odd = [token for token in words.special if token not in (words.end, words.pad)]
     if len(tokens) < FEWEST_TOKENS or not words.special:
         return None
+    odd = words.special.keys() - {words.end, words.pad}
     inside = tokens[tokens["token_id"].isin(odd)]
-    cut = float(recorded.rollouts["truncated"].astype(float).mean())
+    cut = recorded.rollouts["truncated"].astype(float).mean()
     counts = inside["token_id"].value_counts()
-    rows = [len(part.drop_duplicates(["step", "rollout"])) for part in (inside, tokens)]
-    facts = {
-        "cut": cut,
-        "token": words.special[int(counts.index[0])] if len(counts) else "",
-        "rows": inside[["step", "rollout", "position"]].head(5).to_numpy().tolist(),
-        "step": first_step(inside),
-        "share": len(inside) / len(tokens),
-    }
-    return Measured(value=rows[0] / rows[1] if cut > 0.9 else 0.0, facts=facts)
+    row = ["step", "rollout"]
+    share = len(inside.drop_duplicates(row)) / len(tokens.drop_duplicates(row))
+    return measured(
+        share if cut > 0.9 else 0.0,
+        cut=cut,
+        token=words.special[int(counts.index[0])] if len(counts) else "",
+        rows=_places(inside),
+        step=first_step(inside),
+        share=len(inside) / len(tokens),
+    )

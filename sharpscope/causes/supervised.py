@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from sharpscope.causes.identity import Measured, first_step, identity
+from sharpscope.causes.identity import Measured, first_step, identity, measured
 from sharpscope.causes.recorded import Recorded
 
 LAST = 3
@@ -16,16 +16,16 @@ def _rows(recorded: Recorded) -> pd.DataFrame:
     tokens = recorded.tokens
     if not recorded.supervised or tokens.empty:
         return pd.DataFrame()
-    by_row = tokens.groupby(["step", "rollout"])
-    ends = set(recorded.words.special)
-    last = tokens["position"] >= by_row["position"].transform("max") - LAST + 1
-    ended = tokens["token_id"].isin(ends) & last
+    special = tokens["token_id"].isin(set(recorded.words.special))
+    last = tokens.groupby(["step", "rollout"])["position"].transform("max")
+    at_end = tokens["position"] > last - LAST
+    by_row = tokens.assign(ended=special & at_end).groupby(["step", "rollout"])
     return pd.DataFrame(
         {
             "nll": -by_row["logp"].mean(),
             "logp": by_row["logp"].sum(),
             "tokens": by_row.size(),
-            "ended": ended.groupby([tokens["step"], tokens["rollout"]]).any(),
+            "ended": by_row["ended"].any(),
         }
     ).reset_index()
 
@@ -40,21 +40,21 @@ def row_loss(recorded: Recorded) -> Measured | None:
     if recorded.info.get("method") != "sft" or len(rows) < 64:
         return None
     rows = rows[rows["step"] > rows["step"].max() / 2]
-    near = rows.groupby(rows["step"] // 4)["nll"]  # of four steps: one has few rows
-    center = near.transform("median")
-    spread = (rows["nll"] - center).abs().groupby(rows["step"] // 4).transform("median")
+    near = rows["step"] // 4  # rows of four steps are compared: one step has few
+    apart = rows["nll"] - rows.groupby(near)["nll"].transform("median")
+    spread = apart.abs().groupby(near).transform("median")
     short = (rows["tokens"] / rows["tokens"].median()).clip(upper=1).pow(0.5)  # means of few
-    z = short * (rows["nll"] - center) / (1.48 * spread).clip(lower=1e-3)
-    odd = rows[z > 8].assign(z=z[z > 8]).sort_values("z", ascending=False)
-    facts = {
-        "rows": odd[["step", "rollout"]].head(5).to_numpy(int).tolist(),
-        "count": len(odd),
-        "of": len(rows),
-        "nll": float(odd["nll"].median()) if len(odd) else 0.0,
-        "usual": float(rows["nll"].median()),
-        "step": first_step(odd),
-    }
-    return Measured(value=float(z.max()), facts=facts)
+    z = short * apart / (1.48 * spread).clip(lower=1e-3)
+    odd = rows.assign(z=z)[z > 8].sort_values("z", ascending=False)
+    return measured(
+        z.max(),
+        rows=odd[["step", "rollout"]].head(5).to_numpy(int).tolist(),
+        count=len(odd),
+        of=len(rows),
+        nll=odd["nll"].median() if len(odd) else 0.0,
+        usual=rows["nll"].median(),
+        step=first_step(odd),
+    )
 
 
 @identity
@@ -64,18 +64,19 @@ def row_ends(recorded: Recorded) -> Measured | None:
     if len(rows) < 16 or recorded.words.end is None:
         return None
     ids = recorded.rollouts[["step", "rollout", "token_ids"]]
-    total = ids.assign(total=ids["token_ids"].str.count(",") + 1)
+    total = ids.assign(total=ids["token_ids"].str.count(",") + 1)  # tokens of prompt and completion
     rows = rows.merge(total, on=["step", "rollout"], how="left")
     open_rows = rows[~rows["ended"]]
     longest = rows["total"].max()
-    facts = {
-        "longest": 0 if pd.isna(longest) else int(longest),
-        "at_limit": float((open_rows["total"] == longest).mean()) if len(open_rows) else 0.0,
-        "lengths": int(open_rows["total"].nunique()),
-        "rows": open_rows[["step", "rollout"]].head(5).to_numpy(int).tolist(),
-        "step": first_step(open_rows),
-    }
-    return Measured(value=float((~rows["ended"]).mean()), facts=facts)
+    at_limit = open_rows["total"] == longest
+    return measured(
+        (~rows["ended"]).mean(),
+        longest=0 if pd.isna(longest) else int(longest),
+        at_limit=at_limit.mean() if len(open_rows) else 0.0,
+        lengths=open_rows["total"].nunique(),
+        rows=open_rows[["step", "rollout"]].head(5).to_numpy(int).tolist(),
+        step=first_step(open_rows),
+    )
 
 
 @identity
@@ -89,33 +90,36 @@ def pair_margins(recorded: Recorded) -> Measured | None:
     if recorded.info.get("method") != "dpo" or len(rows) < 64:
         return None
     early = rows[rows["step"] <= max(4, rows["step"].max() / 3)]
+    # a pair's chosen row is even, the rejected one behind it odd
     wide = early.assign(pair=early["rollout"] // 2, side=early["rollout"] % 2)
     table = wide.pivot_table(index=["step", "pair"], columns="side", values=["logp", "tokens"])
-    alike = (table["tokens"][0] - table["tokens"][1]).abs() <= 3
-    margin = (table["logp"][0] - table["logp"][1])[alike].dropna()
+    apart = table.xs(0, axis=1, level=1) - table.xs(1, axis=1, level=1)
+    alike = apart["tokens"].abs() <= 3
+    margin = apart["logp"][alike].dropna()
     if len(margin) < 32:
         return None
     low, high = margin.quantile(0.1), margin.quantile(0.9)
-    preferred = float((margin > 0).mean())
-    lowest = margin.nsmallest(5).index
-    facts = {
-        "preferred": preferred,
-        "low": float(low),
-        "high": float(high),
-        "share": float((margin < low / 2).mean()),
-        "rows": [[int(step), 2 * int(pair)] for step, pair in lowest],
-        "step": first_step(early),
-    }
+    preferred = (margin > 0).mean()
     judged = preferred >= 0.65 and high > 0
-    return Measured(value=float(-low / high) if judged else 0.0, facts=facts)
+    return measured(
+        -low / high if judged else 0.0,
+        preferred=preferred,
+        low=low,
+        high=high,
+        share=(margin < low / 2).mean(),
+        rows=[[int(step), 2 * int(pair)] for step, pair in margin.nsmallest(5).index],
+        step=first_step(early),
+    )
 
 
 def _told(recorded: Recorded, *rules: str) -> Measured:
     """The value of what a recorder reported by some rules, 0 where it did not, and its text."""
     events = recorded.events[recorded.events["rule"].isin(rules)]
-    value = 0.0 if events.empty else float(events["value"].max())
-    facts = {"message": " ".join(events["message"]), "step": first_step(events)}
-    return Measured(value=value, facts=facts)
+    return measured(
+        0.0 if events.empty else events["value"].max(),
+        message=" ".join(events["message"]),
+        step=first_step(events),
+    )
 
 
 @identity
@@ -124,8 +128,7 @@ def labels(recorded: Recorded) -> Measured | None:
     if not recorded.supervised:
         return None
     text = str(_told(recorded, "recorder").facts["message"])
-    facts = {"message": text, "moved": "moved by" in text}
-    return Measured(value=float("labels" in text), facts=facts)
+    return measured("labels" in text, message=text, moved="moved by" in text)
 
 
 @identity
@@ -134,7 +137,7 @@ def prompt_outside_loss(recorded: Recorded) -> Measured | None:
     if recorded.supervised:
         return None
     text = str(_told(recorded, "recorder").facts["message"])
-    return Measured(value=float("predicted from padding" in text), facts={"tokens": 1})
+    return measured("predicted from padding" in text, tokens=1)
 
 
 @identity
@@ -148,9 +151,10 @@ def end_in_loss(recorded: Recorded) -> Measured | None:
     """Share of rows whose end token stands right behind the last token in the loss."""
     if recorded.drawn.empty:
         return None
-    told, beginnings = _told(recorded, "end_outside_loss"), recorded.beginnings["tokens"]
-    before = float(beginnings.median()) if len(beginnings) else 0.0
-    return Measured(value=told.value, facts={**told.facts, "before": before})
+    told = _told(recorded, "end_outside_loss")
+    beginnings = recorded.beginnings["tokens"]
+    before = beginnings.median() if len(beginnings) else 0.0
+    return measured(told.value, **told.facts, before=before)
 
 
 @identity
@@ -159,4 +163,4 @@ def trainer_logp(recorded: Recorded) -> Measured | None:
     if recorded.tokens.empty or "dropout" in set(recorded.events["rule"]):
         return None
     facts = _told(recorded, "trl_statistics", "padding_inside").facts
-    return Measured(value=_told(recorded, "trl_statistics").value, facts=facts)
+    return measured(_told(recorded, "trl_statistics").value, **facts)

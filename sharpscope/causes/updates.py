@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pandas as pd
 
-from sharpscope.causes.identity import Measured, first_step, identity
+from sharpscope.causes.identity import Measured, first_step, identity, measured
 from sharpscope.causes.recorded import Recorded, as_dict
 
 FEWEST = 50
@@ -23,27 +23,30 @@ def advantage_sign(recorded: Recorded) -> Measured | None:
     tokens = recorded.drawn
     if tokens.empty or tokens["advantage"].isna().all():
         return None
-    known = tokens["kl_coef"].fillna(0.0)
-    policy = tokens["loss_coef"] - known
-    counted = (tokens["advantage"] != 0) & (policy != 0) & tokens["advantage"].notna()
+    advantage = tokens["advantage"]
+    policy = tokens["loss_coef"] - tokens["kl_coef"].fillna(0.0)
+    counted = (advantage != 0) & (policy != 0) & advantage.notna()
+
+    # where the KL term's part is unknown, it must be small beside the advantage's
     near = (tokens["ref_logp"] - tokens["logp"]).abs() < 0.02
     unclear = tokens["ref_logp"].notna() & tokens["kl_coef"].isna()
-    counted &= ~unclear | (near & (tokens["advantage"].abs() >= 0.5))
+    counted &= ~unclear | (near & (advantage.abs() >= 0.5))
     chosen = tokens[counted]
     if len(chosen) < FEWEST:
         return None
-    wrong = (policy[counted] * chosen["advantage"]) > 0
+
+    wrong = policy[counted] * advantage[counted] > 0
     by_row = wrong.groupby(chosen["rollout"]).mean()
-    rows = [int(row) for row in by_row.index[by_row > 0.5]]
+    rows = by_row.index[by_row > 0.5].tolist()
     inside = chosen["rollout"].isin(rows)
-    facts = {
-        "rows": rows,
-        "inside": float(wrong[inside].mean()),
-        "outside": float(wrong[~inside].mean()),
-        "all": len(rows) == len(by_row),
-        "step": first_step(chosen[wrong]),
-    }
-    return Measured(value=float(wrong.mean()), facts=facts)
+    return measured(
+        wrong.mean(),
+        rows=rows,
+        inside=wrong[inside].mean(),
+        outside=wrong[~inside].mean(),
+        all=len(rows) == len(by_row),
+        step=first_step(chosen[wrong]),
+    )
 
 
 @identity
@@ -52,17 +55,23 @@ def kl_coefficient(recorded: Recorded) -> Measured | None:
     tokens = recorded.drawn
     if tokens.empty:
         return None
+    tokens = tokens[(tokens["update"] == 0) & (tokens["advantage"] == 0)]
     gap = tokens["logp"] - tokens["ref_logp"]
-    chosen = (tokens["advantage"] == 0) & (gap.abs() > 1e-3) & (tokens["loss_coef"] != 0)
-    chosen &= tokens["update"] == 0
+    chosen = (gap.abs() > 1e-3) & (tokens["loss_coef"] != 0)
     if chosen.sum() < FEWEST:
         return None
+    gap = gap[chosen]
     force = tokens["loss_coef"][chosen]
-    counts = recorded.updates[recorded.updates["update"] == 0].set_index("step")["tokens"]
-    size = tokens["step"][chosen].map(counts)
-    beta = (force * size).to_numpy(float) / -np.expm1(-gap[chosen].to_numpy(float))
-    facts = {"beta": float(np.median(beta)), "tokens": int(chosen.sum()), "step": 1}
-    return Measured(value=float((force * gap[chosen] < 0).mean()), facts=facts)
+    first = recorded.updates[recorded.updates["update"] == 0]
+    size = tokens["step"][chosen].map(first.set_index("step")["tokens"])  # tokens of the update
+    # a token's share of β times the mean of k3 has the coefficient β·(1 − e^(ln π_ref − ln π))/size
+    beta = (force * size).to_numpy(float) / -np.expm1(-gap.to_numpy(float))
+    return measured(
+        (force * gap < 0).mean(),
+        beta=np.median(beta),
+        tokens=chosen.sum(),
+        step=1,
+    )
 
 
 @identity
@@ -74,20 +83,21 @@ def shares(recorded: Recorded) -> Measured | None:
     if sums.empty:
         return None
     off = (sums - 1).abs()
-    entropy = recorded.steps.set_index("step")["entropy_mean"].dropna()
-    few = min(3, len(entropy) // 2)
-    facts = {
-        "first": float(sums.iloc[0]),
-        "first_step": int(sums.index[0]),
-        "last": float(sums.iloc[-1]),
-        "steps": len(sums),
-        # of several steps, since prompts differ
-        "entropy": [float(entropy.iloc[:few].mean()), float(entropy.iloc[-few:].mean())]
-        if few
-        else [],
-        "step": int(sums.index[int((off > 0.02).to_numpy().argmax())]),
-    }
-    return Measured(value=float(off.median()), facts=facts)
+    return measured(
+        off.median(),
+        first=sums.iloc[0],
+        first_step=sums.index[0],
+        last=sums.iloc[-1],
+        steps=len(sums),
+        entropy=_ends(recorded.steps["entropy_mean"].dropna()),
+        step=(off > 0.02).idxmax(),
+    )
+
+
+def _ends(course: pd.Series) -> list[float]:
+    """Means of the first and of the last three values, since prompts differ between steps; none of a short course."""
+    few = min(3, len(course) // 2)
+    return [float(part.mean()) for part in (course.head(few), course.tail(few))] if few else []
 
 
 def _share_sums(recorded: Recorded) -> pd.Series:
@@ -95,11 +105,10 @@ def _share_sums(recorded: Recorded) -> pd.Series:
     tokens, events = recorded.tokens, recorded.events
     sums = pd.Series(dtype=float)
     if len(tokens) and tokens["attribution"].notna().any():
-        whole = tokens.groupby(["step", "update"]).filter(
-            lambda part: bool((part["inclusion_probability"] == 1).all())
-        )
-        summed = whole.groupby("step")["attribution"].sum(min_count=1).dropna()
-        sums = summed / whole[whole["attribution"].notna()].groupby("step")["update"].nunique()
+        chances = tokens["inclusion_probability"].eq(1)
+        whole = tokens[chances.groupby([tokens["step"], tokens["update"]]).transform("all")]
+        known = whole[whole["attribution"].notna()].groupby("step")
+        sums = known["attribution"].sum() / known["update"].nunique()
     told = events[events["rule"] == "attribution_sum"] if len(events) else events
     if len(told):
         sums = told.groupby("step")["value"].first().combine_first(sums)
@@ -117,7 +126,8 @@ def layers_of(updates: pd.DataFrame, column: str) -> pd.Series:
 @identity
 def update_bound(recorded: Recorded) -> Measured | None:
     """Median over updates of ‖Δθ‖/(lr·√N): Adam moves each of N weights by at most about its learning rate."""
-    updates, count = recorded.updates, recorded.info.get("trainable_parameters")
+    updates = recorded.updates
+    count = recorded.info.get("trainable_parameters")
     if not recorded.adam or not count or updates.empty:
         return None
     made = updates[(updates["lr"] > 0) & (updates["update_norm"] > 0)]
@@ -126,17 +136,17 @@ def update_bound(recorded: Recorded) -> Measured | None:
     ratio = made["update_norm"] / (made["lr"] * math.sqrt(count))
     moved = layers_of(made, "update_norm_by_layer")
     pulled = layers_of(made, "grad_norm_by_layer")
-    quiet = made[made["grad_norm"] <= 1e-6]
-    facts = {
-        "layer": str(moved.index[0]) if len(moved) else "",
-        "share": float(moved.iloc[0]) if len(moved) else 0.0,
-        "gradient_share": float(pulled.get(moved.index[0], 0.0)) if len(moved) else 0.0,
-        "quiet": float(ratio[quiet.index].median()) if len(quiet) else math.nan,
-        "weight_decay": recorded.weight_decay,
-        "lr": float(made["lr"].iloc[0]),
-        "step": first_step(made[ratio > 1.2]),
-    }
-    return Measured(value=float(ratio.median()), facts=facts)
+    layer = str(moved.index[0]) if len(moved) else ""  # the one that moves most
+    return measured(
+        ratio.median(),
+        layer=layer,
+        share=moved.get(layer, 0.0),
+        gradient_share=pulled.get(layer, 0.0),
+        quiet=ratio[made["grad_norm"] <= 1e-6].median(),
+        weight_decay=recorded.weight_decay,
+        lr=made["lr"].iloc[0],
+        step=first_step(made[ratio > 1.2]),
+    )
 
 
 @identity
@@ -146,23 +156,23 @@ def update_follows_gradient(recorded: Recorded) -> Measured | None:
     made = updates[(updates["grad_norm"] > 0) & ~updates["skipped"].astype(bool)]
     if len(made) < 2:
         return None
-    still, steps = made["update_norm"] == 0, recorded.info.get("steps_done")
+    still = made["update_norm"] == 0
     stopped = still & (made["lr"] == 0)
-    facts = {
-        "lr": float(made["lr"].max()),
-        "updates": len(made),
-        "stopped": float(stopped.sum() / max(still.sum(), 1)),
-        "last": bool(still.iloc[-1]),
-        "steps": steps or int(made["step"].max()),
-        "step": first_step(made[still]),
-    }
-    return Measured(value=float(still.mean()), facts=facts)
+    return measured(
+        still.mean(),
+        lr=made["lr"].max(),
+        updates=len(made),
+        stopped=stopped.sum() / max(still.sum(), 1),
+        last=still.iloc[-1],
+        steps=recorded.info.get("steps_done") or int(made["step"].max()),
+        step=first_step(made[still]),
+    )
 
 
 def _weighted(recorded: Recorded) -> pd.DataFrame:
     """First uses of tokens with `weight` = |c/(A·ratio)|, NaN without an advantage; none where a KL term has a part of c."""
     tokens = recorded.drawn
-    first = tokens[tokens["update"] == 0] if tokens["ref_logp"].isna().all() else tokens.iloc[:0]
+    first = tokens[(tokens["update"] == 0) & tokens["ref_logp"].isna().all()]
     weight = (first["loss_coef"] / first["advantage"] / first["ratio"]).abs()
     return first.assign(weight=weight.where(first["advantage"].abs() > 0))
 
@@ -177,24 +187,30 @@ def loss_scale(recorded: Recorded) -> Measured | None:
     first = _weighted(recorded)
     if first["weight"].notna().sum() < FEWEST:
         return None
-    pieces = {_pieces(part) for _, part in first.groupby("step") if part["weight"].notna().any()}
+    pieces = set()  # numbers of blocks that the steps tell
+    for _, part in first.groupby("step"):
+        if part["weight"].notna().any():
+            pieces.add(_pieces(part))
     m = pieces.pop() if len(pieces) == 1 else 1
-    return Measured(value=1 - 1 / m, facts={"pieces": m})
+    return measured(1 - 1 / m, pieces=m)
 
 
 def _pieces(tokens: pd.DataFrame) -> int:
     """The number of blocks whose means are summed in one step's loss; 1 where the weights do not tell it."""
-    row = np.unique(tokens["rollout"], return_inverse=True)[1]
+    row = np.unique(tokens["rollout"], return_inverse=True)[1]  # (tokens,)
+    rows = row.max() + 1
     counted = tokens["weight"].notna().to_numpy()
     weight = tokens["weight"].to_numpy(float)[counted]
-    rows = row.max() + 1
     by_row = np.bincount(row[counted], weight, minlength=rows)
+    by_row = by_row[by_row > 0]
     for blocks in (1, 2, 4, 8, 16, 32):
         if rows % blocks:
             break
-        of_block = np.bincount(row * blocks // rows)
-        by_token = weight * of_block[row[counted] * blocks // rows]
-        for values in (by_token, by_row[by_row > 0] * rows / blocks):
+        block = row * blocks // rows  # of each token
+        size = np.bincount(block)[block]  # tokens of its block
+        mean_of_tokens = weight * size[counted]
+        mean_of_rows = by_row * rows / blocks
+        for values in (mean_of_tokens, mean_of_rows):
             if len(values) and np.abs(values - 1).max() < 0.01:
                 return blocks
     return 1
@@ -207,13 +223,17 @@ def loss_length(recorded: Recorded) -> Measured | None:
     rows = first.groupby(["step", "rollout"])["weight"].agg(["size", "median"])
     logs = rows[rows["median"] > 0].transform(np.log)
     logs = logs - logs.groupby("step").transform("mean")
-    x, y = logs["size"].to_numpy(float), logs["median"].to_numpy(float)
+    x = logs["size"].to_numpy(float)
+    y = logs["median"].to_numpy(float)
     if len(rows) < FEWEST or x @ x < 1:
         return None
     power = -float(x @ y / (x @ x))
-    exact = float(np.abs(y + power * x).max()) < 0.01
-    facts = {"power": power, "step": first_step(first)}
-    return Measured(value=max(0.0, power - 1) if exact else 0.0, facts=facts)
+    exact = np.abs(y + power * x).max() < 0.01
+    return measured(
+        max(0.0, power - 1) if exact else 0.0,
+        power=power,
+        step=first_step(first),
+    )
 
 
 @identity
@@ -223,10 +243,12 @@ def first_divergence(recorded: Recorded) -> Measured | None:
     known = steps[steps["kl_step"].notna() & (steps["step"] <= 2)]
     if known.empty:
         return None
-    rate = known["lr"].iloc[0]
-    clipped = float(recorded.updates["clip_factor"].lt(1).mean())
-    facts = {"step": int(known["step"].iloc[0]), "lr": float(rate), "clipped": clipped}
-    return Measured(value=float(known["kl_step"].max()), facts=facts)
+    return measured(
+        known["kl_step"].max(),
+        step=int(known["step"].iloc[0]),
+        lr=float(known["lr"].iloc[0]),
+        clipped=recorded.updates["clip_factor"].lt(1).mean(),
+    )
 
 
 @identity
@@ -235,15 +257,16 @@ def finite(recorded: Recorded) -> Measured | None:
     updates = recorded.updates
     if updates.empty:
         return None
-    loss, norm = updates["loss"], updates["grad_norm"]
-    given = loss.notna().any()  # a loop need not give its loss
-    bad = updates[(given & ~np.isfinite(loss)) | ~np.isfinite(norm)]
-    found = recorded.events[recorded.events["rule"] == "not_finite"]
+    given = updates["loss"].notna().any()  # a loop need not give its loss
+    bad_loss = given & ~np.isfinite(updates["loss"])
+    bad = updates[bad_loss | ~np.isfinite(updates["grad_norm"])]
+    told = recorded.events[recorded.events["rule"] == "not_finite"]
     if len(bad):  # an update that a loss scaler left out long before has nothing to do with it
-        found = found[found["step"] <= first_step(bad)]
-    told = str(found["message"].iloc[-1]) if len(found) else ""
-    step = first_step(
-        found.tail(1) if len(found) else bad
-    )  # an update can break weights before a loss
-    facts = {"step": step, "message": told, "updates": len(updates)}
-    return Measured(value=float(len(bad)), facts=facts)
+        told = told[told["step"] <= first_step(bad)]
+    last = told.tail(1)
+    return measured(
+        len(bad),
+        step=first_step(last if len(last) else bad),  # an update can break weights before a loss
+        message="".join(last["message"].astype(str)),
+        updates=len(updates),
+    )
