@@ -83,8 +83,9 @@ def draw(
     under the truncated distribution, (n,), or None without truncation.
     """
     row = torch.arange(len(z), device=z.device) if row is None else row
-    # (m, V)
-    logp = torch.log_softmax(z / spec.temperature if spec.temperature not in (0, 1) else z, -1)
+    if spec.temperature not in (0, 1):
+        z = z / spec.temperature
+    logp = torch.log_softmax(z, -1)  # (m, V)
     if spec.temperature == 0:
         token = z.argmax(-1)[row]
         return token, logp[row, token], None
@@ -93,8 +94,9 @@ def draw(
         return token, logp[row, token], None
     kept_logp, tokens = logp.sort(descending=True, stable=True)  # (m, V)
     p = kept_logp.exp()
+    total = p.sum(-1, keepdim=True, dtype=torch.float64)
     before = p.cumsum(-1, dtype=torch.float64) - p  # probability of more likely tokens
-    p = p.masked_fill(before >= spec.top_p * p.sum(-1, keepdim=True, dtype=torch.float64), 0.0)
+    p = p.masked_fill(before >= spec.top_p * total, 0.0)
     index = _invert(p, u, row)
     behavior = kept_logp[row, index]
     return tokens[row, index], behavior, behavior - p.sum(-1).log()[row]
@@ -104,7 +106,8 @@ def _invert(p: Tensor, u: Tensor, row: Tensor) -> Tensor:
     """First index at which the cumulative sum of unnormalized probabilities `p` (m, V) of `row` (n,) exceeds u times their sum."""
     cumulative = p.cumsum(-1, dtype=torch.float64).index_select(0, row)  # (n, V)
     threshold = u[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp_max(p.shape[1] - 1)
+    index = torch.searchsorted(cumulative, threshold, right=True)[:, 0]
+    return index.clamp_max(p.shape[1] - 1)
 
 
 class Output:
@@ -118,6 +121,25 @@ class Output:
         self.sampler_logp = torch.zeros(count, width)  # [nats], after it
         self.length = torch.zeros(count, dtype=torch.long)  # positions in use
         self.truncated = torch.ones(count, dtype=torch.bool)  # reached the limit
+
+    def put(
+        self,
+        row: Tensor,
+        column: Tensor,
+        stops: Tensor,
+        token: Tensor,
+        logp: Tensor,
+        sampler_logp: Tensor,
+    ) -> None:
+        """Enter tokens, all (tokens,); `stops` marks those that end their completion."""
+        index = (row, column)
+        self.ids[index] = token
+        self.sampled[index] = True
+        self.logp[index] = logp.float()
+        self.sampler_logp[index] = sampler_logp.float()
+        self.length.scatter_reduce_(0, row, column + 1, "amax")
+        self.truncated[row] = True
+        self.truncated[row[stops]] = False
 
 
 def decode(
@@ -145,9 +167,9 @@ def decode(
     lengths = torch.tensor([len(text) for text in texts], device=device)
     hidden, prompts = read_prompts(backbone(model), ids, lengths)  # (B, P) -> (B, d)
     direct = can_decode_directly(model)
-    decoder = (DirectDecoder if direct else LayerDecoder)(
-        model, prompts, lengths, len(rows), ids.shape[1] + spec.max_new_tokens
-    )
+    kind = DirectDecoder if direct else LayerDecoder
+    longest = ids.shape[1] + spec.max_new_tokens
+    decoder = kind(model, prompts, lengths, len(rows), longest)
     stopped = _StopStrings(policy, stop, len(rows))
     # Of each row that has not finished: its index in `rows`, next position in its completion, and text in the cache.
     member = torch.arange(len(rows), device=device)
@@ -157,15 +179,14 @@ def decode(
     record: list[tuple[Tensor, ...]] = []
     with torch.inference_mode() if direct else nullcontext():
         while True:
-            token, logp, sampler_logp = draw(
-                head.logits(hidden), uniforms[member, column], spec, text
-            )
+            z = head.logits(hidden)  # (texts, V)
+            token, logp, sampler_logp = draw(z, uniforms[member, column], spec, text)
+            if sampler_logp is None:
+                sampler_logp = logp
             stops = torch.isin(token, ends)
             if stop:
                 stops |= torch.tensor(stopped.add(member.tolist(), token.tolist()), device=device)
-            record.append(
-                (member, column, stops, token, logp, logp if sampler_logp is None else sampler_logp)
-            )
+            record.append((member, column, stops, token, logp, sampler_logp))
             column = column + 1
             running = (~stops & (column < spec.max_new_tokens)).nonzero()[:, 0]
             if not len(running):
@@ -179,15 +200,8 @@ def decode(
             position = position[source]  # (m,)
             hidden = decoder.step(token, position)  # (m, d)
             position = position + 1
-    member, column, stops, token, logp, sampler_logp = (
-        torch.cat(parts).cpu() for parts in zip(*record, strict=True)
-    )
-    index = (rows[member], column)
-    out.ids[index], out.sampled[index] = token, True
-    out.logp[index], out.sampler_logp[index] = logp.float(), sampler_logp.float()
-    out.length.scatter_reduce_(0, rows[member], column + 1, "amax")
-    out.truncated[rows[member]] = True
-    out.truncated[rows[member[stops]]] = False
+    member, *parts = (torch.cat(steps).cpu() for steps in zip(*record, strict=True))
+    out.put(rows[member], *parts)
 
 
 def _branch(
@@ -208,11 +222,9 @@ def _branch(
     place = source
     count = max(count, len(key))
     if len(branches):
-        unused = (
-            torch.ones(count, dtype=torch.bool, device=source.device)
-            .index_fill(0, source, False)
-            .nonzero()[:, 0]
-        )
+        free = torch.ones(count, dtype=torch.bool, device=source.device)
+        free[source] = False
+        unused = free.nonzero()[:, 0]
         place = source.index_copy(0, branches, unused[: len(branches)])
         decoder.copy(source[branches], place[branches], count)
     tokens = token.new_zeros(count).index_copy(0, place, token)
@@ -224,36 +236,41 @@ class _StopStrings:
     """Says of each sampled token whether its row's text now contains a stop string."""
 
     def __init__(self, policy: Policy, stop: tuple[str, ...], count: int) -> None:
-        self._policy, self._stop = policy, stop
+        self._policy = policy
+        self._stop = stop
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._closing = closing_tokens(policy.tokenizer, stop) if stop else frozenset()
 
     def add(self, members: Sequence[int], tokens: Sequence[int]) -> list[bool]:
         """Append a token to each of the rows `members`; text is decoded only after tokens that can complete a stop string."""
+        found = []
         for member, token in zip(members, tokens, strict=True):
-            self._tokens[member].append(token)
-        return [
-            token in self._closing
-            and any(stop in as_text(self._policy, self._tokens[member]) for stop in self._stop)
-            for member, token in zip(members, tokens, strict=True)
-        ]
+            so_far = self._tokens[member]
+            so_far.append(token)
+            found.append(token in self._closing and self._has_stop(so_far))
+        return found
+
+    def _has_stop(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of tokens contains a stop string."""
+        text = as_text(self._policy, tokens)
+        return any(stop in text for stop in self._stop)
 
 
 def as_text(policy: Policy, tokens: Sequence[int]) -> str:
     """Decode tokens, including special tokens but without a final end-of-text token."""
-    tokens = list(tokens[:-1] if tokens and tokens[-1] in policy.eos_ids else tokens)
-    return str(
-        policy.tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-    )
+    if tokens and tokens[-1] in policy.eos_ids:
+        tokens = tokens[:-1]
+    return str(policy.tokenizer.decode(list(tokens), **_AS_IS))
+
+
+_AS_IS = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+"""Options with which a tokenizer gives the text as it is."""
 
 
 @lru_cache(maxsize=8)
 def closing_tokens(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> frozenset[int]:
     """Tokens that can complete one of the strings: they contain its last character, or a part of a character."""
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], **options)
+    texts = tokenizer.batch_decode([[i] for i in range(len(tokenizer))], **_AS_IS)
     last = {"\ufffd", *(text[-1] for text in stop)}
     return frozenset(i for i, text in enumerate(texts) if last & set(text))
 
@@ -264,7 +281,8 @@ class LayerDecoder:
     def __init__(
         self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int
     ) -> None:
-        self.body, self.cache = backbone(model), DynamicCache()
+        self.body = backbone(model)
+        self.cache = DynamicCache()
         self.keyword = cache_keyword(self.body)
         for index, states in enumerate(prompts.states):
             self.cache.update(*states, index)
@@ -273,11 +291,10 @@ class LayerDecoder:
     def step(self, token: Tensor, position: Tensor) -> Tensor:
         """Append tokens (m,) at positions (m,) and return the hidden states (m, d) that predict the next ones."""
         width = self.cache.get_seq_length() + 1
+        seen = torch.arange(width, device=token.device) >= self.padding[:, None]  # (m, L+1)
         states: Tensor = self.body(
             input_ids=token[:, None],
-            attention_mask=(
-                torch.arange(width, device=token.device) >= self.padding[:, None]
-            ).long(),  # (m, L+1)
+            attention_mask=seen.long(),
             position_ids=position[:, None],
             use_cache=True,
             **{self.keyword: self.cache},
@@ -300,14 +317,13 @@ def can_decode_directly(model: nn.Module) -> bool:
     causal: Any = bare(model)
     if type(causal) not in DIRECT or causal.model.rotary_emb.rope_type not in ROPE_TYPES:
         return False
-    body = causal.model
-    parts = (
-        body,
-        *body.layers,
-        *(part for layer in body.layers for part in (layer.self_attn, layer.mlp)),
-    )
-    sliding = set(getattr(causal.config, "layer_types", None) or ()) - {"full_attention"}
-    return not sliding and not any(_hooked(part) for part in parts)
+    kinds = getattr(causal.config, "layer_types", None) or ()
+    if any(kind != "full_attention" for kind in kinds):
+        return False
+    parts = [causal.model]
+    for layer in causal.model.layers:
+        parts += (layer, layer.self_attn, layer.mlp)
+    return not any(_hooked(part) for part in parts)
 
 
 class DirectDecoder:
@@ -326,14 +342,15 @@ class DirectDecoder:
         self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int
     ) -> None:
         body: Any = cast(Any, bare(model)).model
-        self.embed, self.norm = body.embed_tokens, _norm(body.norm)
-        cos, sin = body.rotary_emb(
-            self.embed.weight[:1, None], torch.arange(positions, device=lengths.device)[None]
-        )
+        self.embed = body.embed_tokens
+        self.norm = _norm(body.norm)
+        every = torch.arange(positions, device=lengths.device)
+        cos, sin = body.rotary_emb(self.embed.weight[:1, None], every[None])  # (1, L, d_head)
         self.half = cos.shape[-1] // 2
         self.cos = cos[0, :, None]  # (L, 1, d_head)
         # The first half is negated here instead of the states in every layer: x·cos + (−x₂, x₁)·sin.
-        self.sin = torch.cat([-sin[0, :, : self.half], sin[0, :, self.half :]], 1)[:, None]
+        first, second = sin[0].split(self.half, 1)
+        self.sin = torch.cat([-first, second], 1)[:, None]
         self.layers: list[tuple[Any, ...]] = [
             (
                 _norm(layer.input_layernorm),
@@ -353,17 +370,17 @@ class DirectDecoder:
         width = prompts.states[0][0].shape[2]  # P
         self.shared = width if width > SHORT else 0  # positions that the texts of a prompt share
         self.used = width - self.shared  # later positions in use
-        self.prompts = [
-            (keys[:, :, : self.shared], values[:, :, : self.shared])
-            for keys, values in prompts.states
-        ]
-        self.row_states = [
-            (keys[:, :, self.shared :], values[:, :, self.shared :])
-            for keys, values in prompts.states
-        ]
+        at = self.shared
+        # keys and values (B, H, P, d_head) of each layer, shared and of later positions
+        self.prompts: list[tuple[Tensor, Tensor]] = []
+        self.row_states: list[tuple[Tensor, Tensor]] = []
+        for keys, values in prompts.states:
+            self.prompts.append((keys[:, :, :at], values[:, :, :at]))
+            self.row_states.append((keys[:, :, at:], values[:, :, at:]))
         self.count = len(lengths)
         self._resize(None, room, INITIAL_CAPACITY)
-        padding = torch.arange(width, device=lengths.device) < width - lengths[:, None]  # (B, P)
+        place = torch.arange(width, device=lengths.device)
+        padding = place < width - lengths[:, None]  # (B, P)
         self._padding = padding if bool(padding.any()) else None
         self._assign_slots(torch.arange(len(lengths), device=lengths.device))
 
@@ -403,9 +420,8 @@ class DirectDecoder:
             for states in pair:
                 used = states[:, :, : self.used]
                 used.index_copy_(0, to, used.index_select(0, texts))
-        prompt = torch.cat(
-            [self._text_prompt, self._text_prompt.new_zeros(count - len(self._text_prompt))]
-        )
+        prompt = self._text_prompt.new_zeros(count)
+        prompt[: len(self._text_prompt)] = self._text_prompt
         prompt[to] = prompt[texts]
         self._assign_slots(prompt)
 
@@ -424,13 +440,11 @@ class DirectDecoder:
 
         def resized(states: Tensor) -> Tensor:
             """States with room for more rows and positions."""
-            grown = states.new_empty(
-                max(self.count, room), states.shape[1], self.used + more, states.shape[3]
-            )
+            _, heads, _, width = states.shape
+            grown = states.new_empty(max(self.count, room), heads, self.used + more, width)
             used = states[:, :, : self.used]
-            grown[: self.count, :, : self.used] = (
-                used[: self.count] if texts is None else used.index_select(0, texts)
-            )
+            kept = used[: self.count] if texts is None else used.index_select(0, texts)
+            grown[: self.count, :, : self.used] = kept
             return grown
 
         for index, (keys, values) in enumerate(self.row_states):
@@ -438,20 +452,20 @@ class DirectDecoder:
 
     def _assign_slots(self, text_prompt: Tensor) -> None:
         """Assign a slot (prompt, index in the group) to each text, so that groups of any size use one batched product."""
-        self._text_prompt, self._prompt_count = text_prompt, len(self.prompts[0][0])
-        # (m, 1, 1, P)
-        self._text_padding = (
-            None if self._padding is None else self._padding[text_prompt][:, None, None]
-        )
+        self._text_prompt = text_prompt
+        self._prompt_count = len(self.prompts[0][0])
+        self._text_padding = None
+        if self._padding is not None:
+            self._text_padding = self._padding[text_prompt][:, None, None]  # (m, 1, 1, P)
         if not self.shared:  # each text has a copy of its prompt
             return
         sizes = torch.bincount(text_prompt, minlength=self._prompt_count)
         self._group = int(sizes.max())  # G: slots per prompt
         place = torch.arange(len(text_prompt), device=text_prompt.device)
         order = text_prompt.argsort(stable=True)
-        index = torch.empty_like(place).scatter(
-            0, order, place - (sizes.cumsum(0) - sizes)[text_prompt[order]]
-        )
+        before = sizes.cumsum(0) - sizes  # texts of earlier prompts
+        index = torch.empty_like(place)  # of each text in its group
+        index[order] = place - before[text_prompt[order]]
         slot = text_prompt * self._group + index  # (m,)
         full = self._prompt_count * self._group == len(slot) and torch.equal(slot, place)
         self._slot = None if full else slot  # None: slot i is text i
@@ -463,7 +477,8 @@ class DirectDecoder:
         _, heads, repeat, width = x.shape
         prompts, group = self._prompt_count, self._group
         if self._slot is not None:
-            x = x.new_zeros(prompts * group, heads, repeat, width).index_copy_(0, self._slot, x)
+            slots = x.new_zeros(prompts * group, heads, repeat, width)
+            x = slots.index_copy_(0, self._slot, x)
         x = x.view(prompts, group, heads, repeat, width).transpose(1, 2)  # (B, H, G, R, e)
         return x.reshape(prompts, heads, group * repeat, width)
 
@@ -471,7 +486,8 @@ class DirectDecoder:
         """Inverse of `_by_prompt`: (B, H, G·R, e) -> (m, H, R, e)."""
         if self._group == 1 and self._slot is None:
             return x
-        (prompts, heads, _, width), group = x.shape, self._group
+        prompts, heads, _, width = x.shape
+        group = self._group
         x = x.view(prompts, heads, group, repeat, width).transpose(1, 2)  # (B, G, H, R, e)
         x = x.reshape(prompts * group, heads, repeat, width)
         return x if self._slot is None else x.index_select(0, self._slot)
@@ -495,9 +511,8 @@ class DirectDecoder:
         if not self.shared:
             return weights @ values
         to_prompt, to_text = weights.split([self.shared, self.used], 3)
-        return to_text @ values + self._by_text(
-            self._by_prompt(to_prompt) @ prompt_values, q.shape[2]
-        )
+        from_prompt = self._by_prompt(to_prompt) @ prompt_values  # (B, H, G·R, d)
+        return to_text @ values + self._by_text(from_prompt, q.shape[2])
 
 
 def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -507,18 +522,15 @@ def _linear(*layers: nn.Module) -> Callable[[Tensor], Tensor]:
         biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]  # type: ignore[misc]
         if len(layers) == 1:
             return partial(F.linear, weight=weights[0], bias=biases[0] if biases else None)
-        small = sum(weight.nbytes for weight in weights) <= SMALL_BYTES and len(biases) in (
-            0,
-            len(layers),
-        )
+        small = sum(weight.nbytes for weight in weights) <= SMALL_BYTES
+        alike = len(biases) in (0, len(layers))
         # Autocast casts parameters once, other tensors at every call.
-        if small and not torch.is_autocast_enabled(weights[0].device.type):
-            return partial(
-                F.linear, weight=torch.cat(weights), bias=torch.cat(biases) if biases else None
-            )
-    return (
-        layers[0] if len(layers) == 1 else lambda x: torch.cat([layer(x) for layer in layers], -1)
-    )
+        if small and alike and not torch.is_autocast_enabled(weights[0].device.type):
+            bias = torch.cat(biases) if biases else None
+            return partial(F.linear, weight=torch.cat(weights), bias=bias)
+    if len(layers) == 1:
+        return layers[0]
+    return lambda x: torch.cat([layer(x) for layer in layers], -1)
 
 
 def _norm(norm: Any) -> Callable[[Tensor], Tensor]:

@@ -53,9 +53,8 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
     """Copy `values` (M, …) to the true positions of `keep` (N, T), row by row; 0 elsewhere. Differentiable."""
     index = keep.flatten().nonzero()[:, 0]
     rest = values.shape[1:]
-    return (
-        values.new_zeros(keep.numel(), *rest).index_copy(0, index, values).view(*keep.shape, *rest)
-    )
+    flat = values.new_zeros(keep.numel(), *rest).index_copy(0, index, values)
+    return flat.view(*keep.shape, *rest)
 
 
 @torch.no_grad()
@@ -66,18 +65,22 @@ def flat_stats(
 
     `z` (M, V): the logits, if they are known.
     """
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = _dtype(hidden)
     out = {name: torch.empty(len(hidden), dtype=dtype, device=hidden.device) for name in STAT_NAMES}
     out["hidden_norm"] = torch.linalg.vector_norm(hidden, dim=-1, dtype=dtype)
     budget = LOGIT_BYTES if z is None else cache_budget()
-    for start, stop in chunks(
-        len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, budget
-    ):
-        part = head.logits(hidden[start:stop]) if z is None else z[start:stop].clone()  # (C, V)
-        logit_stats(
-            part, targets[start:stop], temperature, {k: v[start:stop] for k, v in out.items()}
-        )
+    row = head.weight.shape[0] * dtype.itemsize
+    for start, stop in chunks(len(hidden), row, hidden.device, budget):
+        chunk = slice(start, stop)
+        part = head.logits(hidden[chunk]) if z is None else z[chunk].clone()  # (C, V)
+        of_chunk = {name: values[chunk] for name, values in out.items()}
+        logit_stats(part, targets[chunk], temperature, of_chunk)
     return out
+
+
+def _dtype(hidden: Tensor) -> torch.dtype:
+    """Type of statistics: float64 for a float64 model, else float32."""
+    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
 
 
 def flat_logp(
@@ -99,15 +102,17 @@ def flat_logp(
     if keep_logits is None:
         few = len(hidden) * bytes_per_row <= KEEP_BYTES.get(hidden.device.type, KEEP_BYTES["cuda"])
         keep_logits = few and head.weight.dtype == hidden.dtype
-    if not keep_logits:
+    z = None
+    if keep_logits:
+        z = head.logits(hidden)  # (M, V)
+        every = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1)
+        logp = every.gather(1, targets[:, None])[:, 0]
+        z = z.detach()
+    else:
         logp = _in_chunks(_logp, hidden, head, targets, temperature)
-        return logp, flat_stats(hidden.detach(), head, targets, temperature) if stats else {}
-    z = head.logits(hidden)  # (M, V)
-    every = torch.log_softmax(z if temperature == 1.0 else z / temperature, -1)
-    logp = every.gather(1, targets[:, None])[:, 0]
     if not stats:
         return logp, {}
-    return logp, flat_stats(hidden.detach(), head, targets, temperature, z.detach())
+    return logp, flat_stats(hidden.detach(), head, targets, temperature, z)
 
 
 def flat_entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
@@ -141,21 +146,22 @@ def flat_kl(
 def _kl(
     hidden: Tensor, head: Head, other_hidden: Tensor, other_head: Head, temperature: float
 ) -> Tensor:
-    p, q = (
-        torch.log_softmax(layer.logits(states) / temperature, -1)
-        for layer, states in ((head, hidden), (other_head, other_hidden))
-    )
-    return (p.exp() * (p - q)).sum(-1)
+    log_p = _log_softmax(hidden, head, temperature)
+    log_q = _log_softmax(other_hidden, other_head, temperature)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def _log_softmax(hidden: Tensor, head: Head, temperature: float) -> Tensor:
+    """Log-probabilities (C, V) [nats]."""
+    return torch.log_softmax(head.logits(hidden) / temperature, -1)
 
 
 def _logp(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
-    return torch.log_softmax(head.logits(hidden) / temperature, -1).gather(1, targets[:, None])[
-        :, 0
-    ]
+    return _log_softmax(hidden, head, temperature).gather(1, targets[:, None])[:, 0]
 
 
 def _entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) -> Tensor:
-    log_p = torch.log_softmax(head.logits(hidden) / temperature, -1)  # (C, V)
+    log_p = _log_softmax(hidden, head, temperature)
     return -(log_p.exp() * log_p).sum(-1)
 
 
@@ -172,16 +178,14 @@ def flat_proxy(hidden: Tensor, head: Head, targets: Tensor, temperature: float) 
     −inf for a target that is left out. `hidden` is (M, d), `targets` (M,) long.
     """
     parts = []
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    for start, stop in chunks(
-        len(hidden), head.weight.shape[0] * dtype.itemsize, hidden.device, LOGIT_BYTES
-    ):
+    dtype = _dtype(hidden)
+    row = head.weight.shape[0] * dtype.itemsize
+    for start, stop in chunks(len(hidden), row, hidden.device, LOGIT_BYTES):
         z = head.logits(hidden[start:stop]) / temperature  # (C, V)
         floor = z.amax(1, keepdim=True) + math.log(PROXY_MIN_P)
         kept = torch.where(z >= floor, z, -torch.inf)
-        parts.append(
-            (kept.gather(1, targets[start:stop, None]) - kept.logsumexp(1, keepdim=True))[:, 0]
-        )
+        chosen = kept.gather(1, targets[start:stop, None])[:, 0]
+        parts.append(chosen - kept.logsumexp(1))
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=dtype)
 
 
@@ -197,12 +201,12 @@ class Moments:
 
     def next(self, rows: Tensor, gradient: Tensor) -> Tensor:
         """The next ascent step per learning rate of the rows (C, k) on `gradient` (C, k, d) of an objective to be raised."""
-        (beta1, beta2) = self.betas
+        beta1, beta2 = self.betas
         number = self.step + 1
-        mean = torch.lerp(gradient, -self.mean[rows].to(gradient), beta1).div_(1 - beta1**number)
-        square = torch.lerp(gradient.square(), self.square[rows].to(gradient), beta2).div_(
-            1 - beta2**number
-        )
+        old_mean = -self.mean[rows].to(gradient)  # of the loss: the objective's has the other sign
+        old_square = self.square[rows].to(gradient)
+        mean = torch.lerp(gradient, old_mean, beta1).div_(1 - beta1**number)
+        square = torch.lerp(gradient.square(), old_square, beta2).div_(1 - beta2**number)
         return mean.div_(square.sqrt_().add_(self.eps))
 
 
@@ -224,7 +228,7 @@ def flat_curvature(
     `hidden` is (M, d), `targets` y and `advantage` A (M,); a soft cap changes π and not x. Where the optimizer has no `moments`
     yet, G = g.
     """
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    dtype = _dtype(hidden)
     out = torch.empty(len(hidden), 2, dtype=dtype, device=hidden.device)
     top = min(CURVATURE_TOP, head.weight.shape[0])
     bytes_per_row = dtype.itemsize * max(head.weight.shape[0], 6 * top * hidden.shape[1])
@@ -242,7 +246,9 @@ def flat_curvature(
         u = (step * x).sum(-1)  # (C, k)
         vu = (v * u).sum(-1)
         spread_u = (pi * u * u).sum(-1) - (pi * u).sum(-1) ** 2
-        out[start:stop, 0] = lr * (g * step).sum((1, 2)) + lr**2 / 2 * a * (vu**2 - spread_u)
+        first_order = lr * (g * step).sum((1, 2))
+        second_order = lr**2 / 2 * a * (vu**2 - spread_u)
+        out[start:stop, 0] = first_order + second_order
         out[start:stop, 1] = lr**2 / 2 * vu**2
     return out
 
