@@ -78,10 +78,12 @@ class Squares:
 
     def norms(self, method: NormMethod) -> ScoreNorms:
         """The norms; squared norms of groups are clamped at 0, which only removes rounding."""
-        groups = {
-            name: squares.clamp_min(0).sqrt() for name, squares in sorted(self.groups.items())
-        }
-        return ScoreNorms(self.total.clamp_min(0).sqrt(), self.total, method, groups)
+        return ScoreNorms(
+            self.total.clamp_min(0).sqrt(),
+            self.total,
+            method,
+            {name: self.groups[name].clamp_min(0).sqrt() for name in sorted(self.groups)},
+        )
 
 
 # -- The output layer in closed form
@@ -100,12 +102,10 @@ class HeadGradients(NamedTuple):
     def add_to(self, sums: Squares, structure: Structure, place: Place) -> None:
         """Add the output layer's trainable parameters."""
         weight = structure.tied or structure.head_weight
-        for name, squares in (
-            (weight, self.weight_squared),
-            (structure.head_bias, self.bias_squared),
-        ):
-            if name is not None:
-                sums.add(structure.groups[name], squares, place)
+        if weight is not None:
+            sums.add(structure.groups[weight], self.weight_squared, place)
+        if structure.head_bias is not None:
+            sums.add(structure.groups[structure.head_bias], self.bias_squared, place)
 
 
 @torch.no_grad()
@@ -117,10 +117,12 @@ def head_chunks(
     size = max(1, budget // (head.weight.shape[0] * max(hidden.element_size(), 4)))
     for start in range(0, len(hidden), size):
         rows = slice(start, start + size)
-        z = head.logits(hidden[rows])
-        y = targets[rows, None]  # (C, V), (C, 1)
+        z = head.logits(hidden[rows])  # (C, V)
+        y = targets[rows, None]  # (C, 1)
         slope = None if head.soft_cap is None else 1 - (z / head.soft_cap).square_()
-        p = torch.softmax(z if temperature == 1.0 else z.div_(temperature), 1).scatter_(1, y, 0.0)
+        if temperature != 1.0:
+            z = z.div_(temperature)
+        p = torch.softmax(z, 1).scatter_(1, y, 0.0)
         rest = p.sum(1, keepdim=True)  # 1 − p_y with its relative precision when p_y is near 1
         pull = p.neg_().scatter_(1, y, rest).mul_(head.scale / temperature)
         if slope is not None:
@@ -142,7 +144,8 @@ def head_gradients(
         to_hidden[rows] = back
         if coupled is not None and words is not None:
             coupled[rows] = pull.gather(1, words[rows])
-    weight_squared = squared * torch.linalg.vecdot(hidden.to(dtype), hidden.to(dtype))
+    wide_hidden = hidden.to(dtype)
+    weight_squared = squared * torch.linalg.vecdot(wide_hidden, wide_hidden)
     return HeadGradients(to_hidden, squared, weight_squared, coupled)
 
 
@@ -204,7 +207,8 @@ def add_local(
         if use.weight is not None and use.weight == structure.tied and output.coupled is not None:
             ignored = use.x[b, j] == (-1 if use.ignored is None else use.ignored)
             pull = output.coupled[:, 0].masked_fill(ignored, 0.0)
-            cross = torch.linalg.vecdot(use.by_position(g)[b, j, 0].to(pull), states.to(pull))
+            read = use.by_position(g)[b, j, 0]  # (M, d)
+            cross = torch.linalg.vecdot(read.to(pull), states.to(pull))
             sums.add(structure.groups[use.weight], 2 * pull * cross, place)
 
     recorder.pull(hidden, start, measure)
@@ -233,9 +237,8 @@ def _segments(
                 hidden_states(model, part.ids, cache)
         layers: Any = cache.layers
         for layer in layers:  # without the graph of the part
-            layer.keys, layer.values = (
-                x[:, :, : shared + stop].detach() for x in (layer.keys, layer.values)
-            )
+            layer.keys = layer.keys[:, :, : shared + stop].detach()
+            layer.values = layer.values[:, :, : shared + stop].detach()
 
 
 # -- Exact norms
@@ -255,27 +258,28 @@ def exact_norms(
 def _batches(rows: Rows) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of B rows (B,) of similar length, and up to `SLOTS` positions (n, B) of each that predict a token, −1 where empty."""
     most = POSITIONS.get(rows.ids.device.type, POSITIONS["cuda"])
-    lists: list[tuple[int, list[int]]] = []
+    lists: list[tuple[int, list[int]]] = []  # row and descending positions
     for row, predicts in enumerate(rows.predicts):
-        positions = predicts.nonzero()[:, 0].flip(0).tolist()
-        lists += [(row, positions[i : i + SLOTS]) for i in range(0, len(positions), SLOTS)]
+        descending = predicts.nonzero()[:, 0].flip(0).tolist()
+        for start in range(0, len(descending), SLOTS):
+            lists.append((row, descending[start : start + SLOTS]))
     lists.sort(key=lambda one: (-one[1][0], -len(one[1])))
     while lists:
-        slots = len(lists[0][1])
-        count = 1
-        length = lists[0][1][0] + 1
-        while (
-            count < len(lists) and max(slots, len(lists[count][1])) * (count + 1) * length <= most
-        ):
-            slots = max(slots, len(lists[count][1]))
-            count = count + 1
-        batch = lists[:count]
-        lists = lists[count:]
-        positions = [[one[i] if i < len(one) else -1 for _, one in batch] for i in range(slots)]
-        yield (
-            torch.tensor([row for row, _ in batch]).to(rows.ids.device),
-            torch.tensor(positions).to(rows.ids.device),
-        )
+        length = lists[0][1][0] + 1  # the longest of the batch, since lists are sorted
+        slots = 0
+        batch: list[tuple[int, list[int]]] = []
+        for one in lists:
+            more = max(slots, len(one[1]))
+            if batch and more * (len(batch) + 1) * length > most:
+                break
+            slots = more
+            batch.append(one)
+        lists = lists[len(batch) :]
+        positions = torch.full((slots, len(batch)), -1)
+        for at, (_, found) in enumerate(batch):
+            positions[: len(found), at] = torch.tensor(found)
+        index = torch.tensor([row for row, _ in batch])
+        yield index.to(rows.ids.device), positions.to(rows.ids.device)
 
 
 def _add_exact(
@@ -303,7 +307,8 @@ def _add_exact(
 
     def by_slot(values: Tensor) -> Tensor:
         """(m, …) -> (n, B, …), 0 where a slot is empty."""
-        return values.new_zeros(*positions.shape, *values.shape[1:]).index_put((slot, b), values)
+        empty = values.new_zeros(*positions.shape, *values.shape[1:])
+        return empty.index_put((slot, b), values)
 
     starts = hidden.new_zeros(*positions.shape, *hidden.shape[1:])  # (n, B, L, d)
     starts[slot, b, j] = output.to_hidden.to(starts)
@@ -317,21 +322,18 @@ def _add_exact(
             for name, squares in exact_squares(use, g):
                 found[name] = found[name] + squares if name in found else squares
             if use.weight is not None and use.weight == structure.tied and words is not None:
-                read = (
-                    words if use.ignored is None else words.masked_fill(use.x == use.ignored, 0.0)
-                )
-                # (B, L)
-                along = (use.by_position(g)[:, :, 0].to(words) @ states.to(words)[..., None])[
-                    ..., 0
-                ]
-                found[use.weight] = found[use.weight] + 2 * (read * along).sum(-1)
+                read = words
+                if use.ignored is not None:
+                    read = words.masked_fill(use.x == use.ignored, 0.0)
+                by_position = use.by_position(g)[:, :, 0]  # (B, L, d)
+                along = by_position.to(words) @ states.to(words)[..., None]  # (B, L, 1)
+                found[use.weight] = found[use.weight] + 2 * (read * along[..., 0]).sum(-1)
 
         recorder.pull(hidden, start, measure)
         return found
 
     coupled = None if output.coupled is None else by_slot(output.coupled)
-    squares = torch.func.vmap(pull, in_dims=(0, 0, None if coupled is None else 0))(
-        starts, by_slot(states), coupled
-    )
+    by_token = torch.func.vmap(pull, in_dims=(0, 0, None if coupled is None else 0))
+    squares = by_token(starts, by_slot(states), coupled)
     for name, values in squares.items():  # name -> (n, B)
         sums.add(structure.groups[name], values[slot, b], place)

@@ -119,39 +119,41 @@ def examine(model: nn.Module) -> Structure:
     with recording(model, structure, size, "math") as recorder:
         hidden = hidden_states(model, ids)
     outside = (structure.head_weight, structure.head_bias)
-    unhandled = recorder.unhandled(
-        {name: p for name, p in named.items() if name not in outside}, hidden
-    )
-    try:
-        _callers.clear()
-        with recording(model, structure, size, CUT):
-            hidden_states(model, ids)
-        if not _callers:
-            raise AttentionError(
-                "its attention does not go through transformers' AttentionInterface"
-            )
-    except AttentionError as problem:
-        structure.own_attention = str(problem)
+    within = {name: p for name, p in named.items() if name not in outside}
+    unhandled = recorder.unhandled(within, hidden)
+    structure.own_attention = _own_attention(model, structure, ids)
     structure.unhandled = unhandled
-    structure.modules = _holders(
-        causal, {name: p for name, p in named.items() if name not in unhandled}
-    )
-    structure.shares = (
-        not structure.own_attention and not is_sharded(model) and _can_share(model, structure, ids)
-    )
+    handled = {name: p for name, p in named.items() if name not in unhandled}
+    structure.modules = _holders(causal, handled)
+    if not structure.own_attention and not is_sharded(model):
+        structure.shares = _can_share(model, structure, ids)
     return structure
+
+
+def _own_attention(model: nn.Module, structure: Structure, ids: Tensor) -> str | None:
+    """Why `attend` cannot replace the model's attention, tried on ids (B, L); None if it can."""
+    _callers.clear()
+    try:
+        with recording(model, structure, (ids.shape[0], ids.shape[1]), CUT):
+            hidden_states(model, ids)
+    except AttentionError as problem:
+        return str(problem)
+    if not _callers:
+        return "its attention does not go through transformers' AttentionInterface"
+    return None
 
 
 def _holders(causal: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Module, dict[str, str]]:
     """Module -> attribute -> name of its parameters, without the output layer, whose part is known in closed form."""
     names = {id(parameter): name for name, parameter in named.items()}
     layer = causal.get_output_embeddings()
-    found = {
-        module: {key: names[id(p)] for key, p in module._parameters.items() if id(p) in names}
-        for module in causal.modules()
-        if module is not layer
-    }
-    return {module: keys for module, keys in found.items() if keys}
+    found = {}
+    for module in causal.modules():
+        parameters = {} if module is layer else module._parameters
+        keys = {key: names[id(p)] for key, p in parameters.items() if id(p) in names}
+        if keys:
+            found[module] = keys
+    return found
 
 
 def _can_share(model: nn.Module, structure: Structure, ids: Tensor) -> bool:
@@ -177,12 +179,11 @@ def hidden_states(model: nn.Module, ids: Tensor, cache: DynamicCache | None = No
     """Hidden states (B, L, d) after the final norm, for rows (B, L) without left padding, which continue a `cache` of B rows."""
     body = backbone(model)
     start = 0 if cache is None else cache.get_seq_length()
-    # Learned positions are looked up once per row, so that each row has a gradient of its own.
-    # (B, L)
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)
-    given: dict[str, object] = (
-        {"position_ids": positions} if "position_ids" in signature(body.forward).parameters else {}
-    )
+    given: dict[str, object] = {}
+    if "position_ids" in signature(body.forward).parameters:
+        positions = torch.arange(start, start + ids.shape[1], device=ids.device)
+        # Learned positions are looked up once per row, so that each row has a gradient of its own.
+        given["position_ids"] = positions.repeat(ids.shape[0], 1)  # (B, L)
     # FSDP2 may have sharded the final norm with the output layer, and waits for both
     if is_sharded(model):
         if "logits_to_keep" in signature(bare(model).forward).parameters:
@@ -208,7 +209,8 @@ def read_before(model: nn.Module, before: Tensor | None, rows: int) -> DynamicCa
     body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
     layers: Any = cache.layers
     for layer in layers:
-        layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))
+        layer.keys = layer.keys.expand(rows, -1, -1, -1)
+        layer.values = layer.values.expand(rows, -1, -1, -1)
     return cache
 
 
@@ -245,9 +247,9 @@ class Use:
         """Inner products of the inputs of positions of a row, (B, L, L)."""
         if self.kind == "embedding":
             same = self.x[:, :, None] == self.x[:, None, :]
-            return (
-                same if self.ignored is None else same & (self.x != self.ignored)[:, None]
-            ).float()
+            if self.ignored is not None:
+                same &= (self.x != self.ignored)[:, None]
+            return same.float()
         x = wide(self.x)
         return x @ x.mT
 
@@ -293,13 +295,13 @@ def exact_squares(use: Use, g: Tensor) -> Iterator[tuple[str, Tensor]]:
             yield use.bias, _squares(g.sum((1, 2)))
     else:
         g = g[:, :, 0]  # (B, L, d)
-        if use.weight is not None and (
-            use.kind == "embedding" or g.shape[1] < 1.4 * use.x.shape[-1]
-        ):
+        few = g.shape[1] < 1.4 * use.x.shape[-1]  # then (L, L) products cost less than the gradient
+        if use.weight is not None and (use.kind == "embedding" or few):
             outer = g @ g.mT  # (B, L, L)
             yield use.weight, (use.gram.to(outer) * outer).sum((1, 2))
         elif use.weight is not None:
-            yield use.weight, (wide(use.x).mT.to(g) @ g).square().sum((1, 2))
+            gradient = wide(use.x).mT.to(g) @ g  # (B, d_in, d)
+            yield use.weight, gradient.square().sum((1, 2))
         if use.bias is not None:
             yield use.bias, _squares(g.sum(1))
 
@@ -317,7 +319,8 @@ class UseRecorder:
         self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]
     ) -> None:
         self.used: dict[str, int] = {}  # how often each parameter was used
-        self._modules, self._size = modules, size
+        self._modules = modules
+        self._size = size
         self._anchor: Tensor | None = None
         self._measure: Measure | None = None
 
@@ -335,9 +338,8 @@ class UseRecorder:
                     hook = self._norm
                 else:
                     continue
-                stack.callback(
-                    module.register_forward_hook(hook, with_kwargs=True, prepend=True).remove
-                )
+                handle = module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+                stack.callback(handle.remove)
             yield
 
     def unhandled(self, named: Mapping[str, nn.Parameter], output: Tensor) -> frozenset[str]:
@@ -345,12 +347,10 @@ class UseRecorder:
         rest = [name for name in named if self.used.get(name) != 1]
         if not rest or not output.requires_grad:
             return frozenset()
-        gradients = torch.autograd.grad(
-            output.sum(), [named[name] for name in rest], allow_unused=True
-        )
-        return frozenset(
-            name for name, gradient in zip(rest, gradients, strict=True) if gradient is not None
-        )
+        parameters = [named[name] for name in rest]
+        gradients = torch.autograd.grad(output.sum(), parameters, allow_unused=True)
+        pairs = zip(rest, gradients, strict=True)
+        return frozenset(name for name, gradient in pairs if gradient is not None)
 
     def pull(self, outputs: Any, cotangents: Any, measure: Measure) -> None:
         """Backward pass that calls `measure` with each use and its cotangent."""
@@ -405,9 +405,8 @@ class UseRecorder:
                 finally:
                     module._parameters.update({"weight": weight, "bias": bias})
         if out.numel() % (self._size[0] * self._size[1] * out.shape[-1]) == 0:
-            self._add(
-                "gain", module, _by_position(wide(values[0]) - wide(values[1]), self._size), out
-            )
+            normed = wide(values[0]) - wide(values[1])
+            self._add("gain", module, _by_position(normed, self._size), out)
 
     def _add(
         self,
@@ -447,8 +446,8 @@ def attend(
     positions; mask (B or 1, H or 1, L, keys), None for a causal one. Probabilities are made in blocks of query rows, so that masked
     parts are not computed. PyTorch has no attention with this cut, and its fused kernels have no forward-mode derivative.
     """
-    (B, H, L, _) = q.shape
-    (kv, keys) = k.shape[1:3]
+    B, H, L, _ = q.shape
+    kv, keys = k.shape[1:3]
     before = keys - L
     groups = H // kv
     q = q.reshape(B * kv, groups, L, -1) * scale
@@ -469,10 +468,8 @@ def attend(
         # (B·kv, groups, b, end)
         S = torch.bmm(rows.flatten(1, 2), k[:, :end].mT).unflatten(1, (groups, -1))
         if cut:
-            diagonal = S.diagonal(at, -2, -1) + torch.linalg.vecdot(
-                rows.detach(), own_k[:, :, start:stop]
-            )
-            S = torch.diagonal_scatter(S, diagonal, at, -2, -1)
+            own = torch.linalg.vecdot(rows.detach(), own_k[:, :, start:stop])
+            S = torch.diagonal_scatter(S, S.diagonal(at, -2, -1) + own, at, -2, -1)
         if cap is not None:
             S = cap * torch.tanh(S / cap)
         if mask is None:
@@ -487,7 +484,8 @@ def attend(
         # (B·kv, groups, b, d)
         out = torch.bmm(P.flatten(1, 2), v[:, :end]).unflatten(1, (groups, -1))
         if cut:
-            out = out + P.diagonal(at, -2, -1).detach()[..., None] * own_v[:, :, start:stop]
+            own_p = P.diagonal(at, -2, -1).detach()  # (B·kv, groups, b)
+            out = out + own_p[..., None] * own_v[:, :, start:stop]
         parts.append(out)
     return torch.cat(parts, 2).view(B, H, L, -1)
 
@@ -514,9 +512,8 @@ def _attention(
     if attention_mask is not None and attention_mask.requires_grad:
         raise AttentionError(f"{type(module).__name__} has a trainable attention mask")
     if attention_mask is not None and attention_mask.dtype == torch.bool:  # True: seen
-        attention_mask = torch.where(attention_mask, 0.0, torch.finfo(query.dtype).min).to(
-            query.dtype
-        )
+        least = torch.finfo(query.dtype).min
+        attention_mask = torch.where(attention_mask, 0.0, least).to(query.dtype)
     _callers.add(type(module).__name__)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     out = attend(query, key, value, attention_mask, scale, softcap, cut)
