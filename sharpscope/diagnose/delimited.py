@@ -58,32 +58,40 @@ def layout_of(sample: Sequence[str]) -> Layout | None:
         return None
     for delimiter in _DELIMITERS:
         for skipped in range(min(10, len(sample) - 1)):
-            if delimiter not in sample[skipped]:
-                continue
-            cells = _cells(sample[skipped:-1], delimiter)
-            try:
-                rows = [row for row in itertools.islice(cells, SAMPLE) if row]
-            except csv.Error:
-                continue
-            if not rows:
-                continue
-            rows[0] = _unmarked(rows[0])
-            longer = all(len(row) == len(rows[0]) + 1 for row in rows[1:])
-            # empty last cells are a delimiter at the end of each line, not an index at its start
-            numbered = len(rows) > 1 and longer and any(row[-1] for row in rows[1:])
-            if numbered:
-                rows[0] = ["index", *rows[0]]
-            elif longer:
-                rows[1:] = [row[:-1] for row in rows[1:]]
-            plain_names = delimiter != " " or all(_KEY.fullmatch(cell) for cell in rows[0])
-            if plain_names and _is_table(rows):
-                return Layout(
-                    delimiter=delimiter,
-                    skipped=skipped,
-                    decimal_comma=_has_commas(rows[1:], delimiter),
-                    numbered=numbered,
-                )
+            if delimiter in sample[skipped]:
+                found = _layout(sample[:-1], delimiter, skipped)
+                if found is not None:
+                    return found
     return None
+
+
+def _layout(lines: Sequence[str], delimiter: str, skipped: int) -> Layout | None:
+    """The layout of a table whose cells this delimiter parts and before whose header so many lines stand; None if it is none."""
+    cells = _cells(lines[skipped:], delimiter)
+    try:
+        rows = [row for row in itertools.islice(cells, SAMPLE) if row]
+    except csv.Error:
+        return None
+    if not rows:
+        return None
+    header, *body = rows
+    header = _unmarked(header)
+    longer = all(len(row) == len(header) + 1 for row in body)
+    # empty last cells are a delimiter at the end of each line, not an index at its start
+    numbered = bool(body) and longer and any(row[-1] for row in body)
+    if numbered:
+        header = ["index", *header]
+    elif longer:
+        body = [row[:-1] for row in body]
+    plain_names = delimiter != " " or all(_KEY.fullmatch(cell) for cell in header)
+    if not plain_names or not _is_table(header, body):
+        return None
+    return Layout(
+        delimiter=delimiter,
+        skipped=skipped,
+        decimal_comma=_has_commas(body, delimiter),
+        numbered=numbered,
+    )
 
 
 def nameless(sample: Sequence[str]) -> int:
@@ -97,15 +105,17 @@ def nameless(sample: Sequence[str]) -> int:
             rows = [[cell.strip() for cell in row] for row in _cells(sample, delimiter)]
         except csv.Error:
             continue
+        columns = len(rows[0]) if rows else 0
+        if len(rows) < 3 or columns < 2 or any(len(row) != columns for row in rows):
+            continue
         cells = [cell for row in rows for cell in row if cell]
-        columns = {len(row) for row in rows}
-        numbers = bool(cells) and all(_NUMBER.fullmatch(cell) for cell in cells)
-        if len(rows) > 2 and len(columns) == 1 and numbers and min(columns) > 1:
-            return min(columns)
+        if cells and all(_NUMBER.fullmatch(cell) for cell in cells):
+            return columns
     return 0
 
 
 def _line(text: str) -> str:
+    """A line without colors, with plain characters in place of a box's."""
     text = plain(text)
     return text if text.isascii() else text.translate(_BOX)
 
@@ -134,15 +144,15 @@ def _unmarked(header: list[str]) -> list[str]:
     return [header[0].removeprefix("#").strip(), *header[1:]] if header else header
 
 
-def _is_table(rows: Sequence[list[str]]) -> bool:
-    if len(rows) < 2 or len(rows[0]) < 2:
+def _is_table(header: Sequence[str], rows: Sequence[list[str]]) -> bool:
+    """Whether these are names, and lines of as many cells of which a third are numbers, one a line at least."""
+    if not rows or len(header) < 2:
         return False
-    header = rows[0]
     named = [cell for cell in header if re.search(r"[A-Za-z]", cell)]
     if len(named) < len(header) - 1 or any(_NO_NAME.search(cell) for cell in header):
         return False
     names = set(header)
-    body = list(itertools.takewhile(lambda row: not _is_header(row, names), rows[1:]))
+    body = list(itertools.takewhile(lambda row: not _is_header(row, names), rows))
     alike = [row for row in body if len(row) == len(header)]
     if not body or len(alike) < 0.8 * len(body):
         return False

@@ -84,6 +84,7 @@ def _first_part(rule: Rule, holds: Positions, course: Course) -> Positions | Non
     count = len(course.steps)
     gaps = np.flatnonzero(np.diff(holds) > WINDOW)
     parts = np.split(holds, gaps + 1)
+    # a stretch at the end of the log counts however short it is
     if rule.window > 1 or rule.name == "entropy_collapse":
         if count < FEWEST_ROWS:
             return None
@@ -103,8 +104,8 @@ def _last_fall(parts: Sequence[Positions], reward: Values) -> Positions:
     for part in reversed(parts[:-1]):
         between = known[part[-1] : found[0] + 1]
         between = between[~np.isnan(between)]
-        low = float(np.nanmean(known[found]))
-        if len(between) and between.mean() > (low + best) / 2:
+        half_way = (float(np.nanmean(known[found])) + best) / 2
+        if len(between) and between.mean() > half_way:
             break
         found = np.concatenate([part, found])
     return found
@@ -123,11 +124,12 @@ def _beginning(rule: Rule, name: str, first: int, course: Course) -> Change:
     elif rule.begins == "exact":
         start = _same_since(values, first)
     elif rule.begins == "first" and _from_the_first(rule, course.history):
-        start = int(np.flatnonzero(np.isfinite(values))[0])
+        start = int(np.isfinite(values).argmax())
+    step = int(course.steps[start])
     began = Change(
         quantity=name,
-        step=int(course.steps[start]),
-        low=int(course.steps[start]),
+        step=step,
+        low=step,
         high=int(course.steps[first]),
         direction="down" if inside < before else "up",
         before=before,
@@ -167,7 +169,7 @@ def _best_before(values: Values, at: int, highest: bool) -> tuple[int, int]:
     """Position of the best value up to `at`, and from which on values are worse by a quarter of what the one at `at` is."""
     known = np.flatnonzero(np.isfinite(values[: at + 1]))
     goodness = values[known] if highest else -values[known]
-    best = len(known) - 1 - int(np.argmax(goodness[::-1]))
+    best = int(np.flatnonzero(goodness == goodness.max())[-1])  # the last of equal ones
     loss = goodness[best] - goodness
     start = len(known) - 1
     while start - 1 > best and loss[start - 1] >= loss[-1] / 4:
@@ -184,7 +186,8 @@ def _onset(values: Values, at: int, window: int) -> tuple[float, float, int]:
     earlier = known[:-window]
     reference = earlier[-WINDOW:] if len(earlier) else recent[:1]
     before = float(np.median(values[reference]))
-    inside = float(values[recent[-min(LEVEL, window) :]].mean())
+    last = recent[-min(LEVEL, window) :]
+    inside = float(values[last].mean())
     if window == 1:
         return before, inside, at
     from_inside = np.abs(values[recent] - inside)

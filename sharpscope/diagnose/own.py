@@ -28,9 +28,8 @@ def own_run(folder: Path) -> Table:
     _add_dead_groups(steps, run.frame("rollouts", columns=["step", "group"]))
     evaluations = run.eval
     if len(evaluations):
-        greedy = evaluations[
-            (evaluations["temperature"] == 0) & (evaluations["split"] == "heldout")
-        ]
+        heldout = evaluations[evaluations["split"] == "heldout"]
+        greedy = heldout[heldout["temperature"] == 0]
         accuracy = greedy.groupby("step")["accuracy"].mean()
         steps["eval_accuracy_greedy"] = accuracy.reindex(steps["step"]).to_numpy()
     if len(run.events):
@@ -48,8 +47,9 @@ def _add_dead_groups(steps: pd.DataFrame, rollouts: pd.DataFrame) -> None:
     """The share of groups whose rewards are all equal, where the number of groups is known."""
     if "zero_std_groups" not in steps or not len(rollouts) or rollouts["group"].isna().all():
         return
-    groups = rollouts.groupby("step")["group"].nunique().reindex(steps["step"]).to_numpy(float)
-    groups = np.where(np.isnan(groups), np.nanmedian(groups), groups)
+    by_step = rollouts.groupby("step")["group"].nunique()
+    groups = by_step.reindex(steps["step"]).to_numpy(float)
+    groups = np.where(np.isnan(groups), np.nanmedian(groups), groups)  # as many as usual
     steps["dead_groups"] = steps["zero_std_groups"].astype(float) / groups
 
 
@@ -57,7 +57,8 @@ def _add_events(steps: pd.DataFrame, events: pd.DataFrame) -> None:
     """What only the health rules saw: gradients that are not finite, and the values at which rules applied."""
     broken = events.loc[events["rule"] == "non_finite", "step"]
     steps.loc[steps["step"].isin(broken), "grad_norm"] = NOT_FINITE
-    for name, rows in events[events["rule"].isin(RULES)].groupby("rule"):
+    judged = events[events["rule"].isin(RULES)]
+    for name, rows in judged.groupby("rule"):
         quantity = RULES[str(name)].quantities[0]
         if not keys_of(SHARPSCOPE, quantity, forms(steps.columns)):
             values = rows.groupby("step")["value"].last()

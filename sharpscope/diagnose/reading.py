@@ -49,6 +49,7 @@ def learned(log: Log) -> str:
 
 
 def _course(log: Log, name: str) -> str:
+    """A quantity's first and last level, and whether it changed."""
     quantity = BY_NAME[name]
     series = log.finite(name)
     y = series.to_numpy(float)
@@ -112,9 +113,8 @@ def what_was_read(log: Log) -> list[str]:
     for name, reason in log.guesses.items():
         if name in frame:
             key = ", ".join(log.sources[name])
-            lines.append(
-                f"  {name} is taken from {key} {reason}; --map {name}=KEY names another, --map {name}=none leaves it out"
-            )
+            other = f"--map {name}=KEY names another, --map {name}=none leaves it out"
+            lines.append(f"  {name} is taken from {key} {reason}; {other}")
     lines.extend(_what_was_not(log))
     lines.extend(log.notes)
     return lines
@@ -129,7 +129,8 @@ def ending(log: Log, explained: bool) -> str:
     """
     last = int(log.frame.index[-1])
     gaps = np.diff(log.frame.index)
-    early = log.announced > last + (int(np.median(gaps)) if len(gaps) else 1)
+    usual_gap = int(np.median(gaps)) if len(gaps) else 1
+    early = log.announced > last + usual_gap
     if not early and not log.error:
         return ""
     where = f" of {log.announced:,}" if early else ""
@@ -151,8 +152,10 @@ def _what_was_not(log: Log) -> list[str]:
     if blind:
         lines.append(f"Not judged without them: {'; '.join(blind[:6])}.")
     if log.unmapped:
+        unused = ", ".join(log.unmapped[:_LISTED])
         more = len(log.unmapped) - _LISTED
-        unused = ", ".join(log.unmapped[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+        if more > 0:
+            unused += f" and {more} more"
         lines.append(f"Keys not used: {unused}; --map {missing[0]}=KEY")
     return lines
 

@@ -66,7 +66,8 @@ def rows_of(content: object) -> tuple[Sequence[object], list[int]]:
     """
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         return content["log_history"], []
-    logs = sorted(filter(None, _logs(content, 0)), key=len, reverse=True)
+    logs = [log for log in _logs(content, 0) if log]
+    logs.sort(key=len, reverse=True)
     if logs:
         return logs[0], [len(log) for log in logs[1:] if len(log) > 1]
     if isinstance(content, dict):
@@ -129,9 +130,11 @@ def _points(value: object) -> Sequence[Point]:
         return []
     first = value[0]
     if isinstance(first, dict) and NAME_KEYS.isdisjoint(first) and len(first) <= 4:
-        keys = next((pair for pair in _POINT_KEYS if first.keys() >= set(pair)), None)
-        rows = [row for row in value if isinstance(row, dict)]
-        return [(row.get(keys[0]), row.get(keys[1])) for row in rows] if keys else []
+        for step, number in _POINT_KEYS:
+            if step in first and number in first:
+                rows = [row for row in value if isinstance(row, dict)]
+                return [(row.get(step), row.get(number)) for row in rows]
+        return []
     if isinstance(first, list):  # [step, value], or TensorBoard's [time, step, value]
         pairs = [row[-2:] for row in value if isinstance(row, list) and len(row) in (2, 3)]
         return [(step, number) for step, number in pairs if _is_number(step)]
