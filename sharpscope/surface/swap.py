@@ -76,7 +76,13 @@ def swap_test(
         texts, js, used = _complete(base, tuned, prompts, uniforms, choice, spec, ended)
         pairs = zip(examples, texts, strict=True)
         correct = [float(task.score(example, text).correct) for example, text in pairs]
-        known = {"arm": arm, "share": share, "used": used, "prompt": rows, "correct": correct}
+        known = {
+            "arm": arm,
+            "share": share,
+            "used": used,
+            "prompt": rows,
+            "correct": correct,
+        }
         made.append(pd.DataFrame(known))
         left = remaining.after(len(made))
         tell(f"swap test: {arm} {share:.0%}, success {sum(correct) / len(correct):.1%}{left}")
@@ -123,13 +129,17 @@ def _complete(
 ) -> tuple[list[str], Tensor, float]:
     """Completions, JS divergence at each of their positions (M,), and the share of positions drawn from the tuned model."""
     new, mask = (part.to(base.device) for part in left_pad(prompts, base.pad_id))
-    ends, going = torch.tensor(base.eos_ids), torch.ones(len(prompts), dtype=torch.bool)
+    ends = torch.tensor(base.eos_ids)
+    going = torch.ones(len(prompts), dtype=torch.bool)
     tokens: list[list[int]] = [[] for _ in prompts]
     caches: list[Any] = [None, None]
-    divergences, swapped = list[Tensor](), 0
+    divergences: list[Tensor] = []
+    swapped = 0
+    heat = spec.temperature or 1.0  # of greedy sampling, too, the models' own distributions differ
     for position in range(spec.max_new_tokens):
         logits = []
-        places = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        places = (mask.cumsum(1) - 1).clamp(min=0)  # (n, L)
+        places = places[:, -new.shape[1] :]
         for number, policy in enumerate((base, tuned)):
             output = policy.model(
                 input_ids=new,
@@ -140,8 +150,7 @@ def _complete(
             )
             caches[number] = output.past_key_values
             logits.append(output.logits[:, -1].float())
-        heat = spec.temperature or 1.0
-        js = js_divergence(*(torch.log_softmax(z / heat, -1) for z in logits)).cpu()
+        js = js_divergence(*(torch.log_softmax(z / heat, -1) for z in logits)).cpu()  # (n,)
         chosen = choice(js)
         z = torch.where(chosen.to(base.device)[:, None], logits[1], logits[0])
         token, _, _ = draw(z, uniforms[:, position].to(base.device), spec)

@@ -46,7 +46,8 @@ class Krylov:
     """
 
     def __init__(self, operator: Operator, capacity: int, generator: torch.Generator) -> None:
-        self.operator, self._generator = operator, generator
+        self.operator = operator
+        self._generator = generator
         self.capacity = min(capacity, operator.size)
         # One more row than the capacity, for the next direction.
         self._basis = torch.zeros(
@@ -65,12 +66,11 @@ class Krylov:
 
     def start(self) -> None:
         """Set the next direction to a random vector, orthogonalized against the basis."""
+        operator = self.operator
         for _ in range(3):
-            raw = torch.randn(
-                self.operator.size, generator=self._generator, dtype=self.operator.dtype
-            )
             # drawn on the CPU, so that it does not depend on the device
-            raw = raw.to(self.operator.device)
+            raw = torch.randn(operator.size, generator=self._generator, dtype=operator.dtype)
+            raw = raw.to(operator.device)
             raw, _ = self._orthogonal(raw / length(raw))
             left = length(raw)
             if left > 1e-3:
@@ -116,18 +116,22 @@ class Krylov:
 
     def vectors(self, coefficients: np.ndarray) -> Tensor:
         """Vectors (k, P) with coefficients (j, k) in the basis."""
-        weights = torch.from_numpy(np.ascontiguousarray(coefficients.T)).to(self._basis)
-        return weights @ self.basis
+        return self._weights(coefficients) @ self.basis
+
+    def _weights(self, coefficients: np.ndarray) -> Tensor:
+        """Coefficients (j, k) as rows (k, j) beside the basis."""
+        return torch.from_numpy(np.ascontiguousarray(coefficients.T)).to(self._basis)
 
     def compress(self, keep: np.ndarray, values: np.ndarray, coefficients: np.ndarray) -> None:
         """Thick restart: keep the Ritz vectors `keep` and the next direction; in place, since a vector of a real model is large."""
-        weights = torch.from_numpy(np.ascontiguousarray(coefficients[:, keep].T)).to(self._basis)
+        weights = self._weights(coefficients[:, keep])
+        count = len(keep)
         for columns in self._basis.split(COLUMNS, dim=1):
-            columns[: len(keep)] = weights @ columns[: self.size]
-        self._basis[len(keep)] = self._basis[self.size]
+            columns[:count] = weights @ columns[: self.size]
+        self._basis[count] = self._basis[self.size]
         self.projection[:] = 0.0
-        self.projection[range(len(keep)), range(len(keep))] = values[keep]
-        self.size = len(keep)
+        self.projection[range(count), range(count)] = values[keep]
+        self.size = count
 
     def _orthogonal(self, vector: Tensor) -> tuple[Tensor, np.ndarray]:
         """`vector` orthogonalized twice against the basis, and its coefficients in the basis."""
@@ -174,10 +178,11 @@ def eigenpairs(
         ends = np.r_[np.arange(len(values) - upper, len(values)), np.arange(lower)]
         scale = max(float(np.abs(values).max()), scale)
         # A small residual does not imply the extreme eigenvalue, so the values must also be stable while the subspace grows.
-        still = bool((np.abs(values[ends] - last) <= tolerance * scale).all())
+        moved = np.abs(values[ends] - last)
+        last = values[ends]
+        still = bool((moved <= tolerance * scale).all())
         small = bool((residuals[ends] <= tolerance * scale).all())
         met = met + 1 if still and small else 0
-        last = values[ends]
         done = met >= STEADY or (small and space.size == operator.size)
         if done or spent >= max_products or space.size == operator.size:
             break
@@ -192,6 +197,7 @@ def eigenpairs(
     why = ""
     if not done:
         state = "the values still move, and " if small else ""
-        why = f"after {spent} products {state}the residual is {residuals[ends].max() / scale:.1e} of the largest |eigenvalue|"
+        residual = residuals[ends].max() / scale
+        why = f"after {spent} products {state}the residual is {residual:.1e} of the largest |eigenvalue|"
     vectors = space.vectors(coefficients[:, order])
     return Eigenpairs(values[order], vectors, upper, why, None if restarted else space)
