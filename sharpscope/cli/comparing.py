@@ -74,7 +74,8 @@ def compare(
     )
     kept = rows["prompt"].drop_duplicates()[:prompts]
     batch = text_batches(first, rows[rows["prompt"].isin(kept)], label=data.stem)[0]
-    tables, said = dict[str, pd.DataFrame](), list[str]()
+    tables: dict[str, pd.DataFrame] = {}
+    said: list[str] = []
 
     def keep(name: str, table: pd.DataFrame, sentences: Iterable[str]) -> None:
         """Write a table, so that an interruption does not lose it, and remember what it says."""
@@ -126,6 +127,7 @@ def _measure(
 
     base, tuned = before.model, after.model
     (objective,) = batch.objectives
+    count = len(objective.prompt_weight)
     change = parameter_change(base, tuned)
     if curvature_prompts:
         lanczos_capacity(change, 2)  # an error before anything expensive
@@ -133,16 +135,14 @@ def _measure(
         raise UserError(f"compare: {' and '.join(names)} have the same weights")
     radius = choose_radius(base, batch, ProbesSpec(), tell)
     if radius.why:
-        raise UserError(
-            f"compare: no radius was found: {radius.why.partition('; set probes.rho')[0]}"
-        )
-    count = len(objective.prompt_weight)
+        why = radius.why.partition("; set probes.rho")[0]  # which is no option of this command
+        raise UserError(f"compare: no radius was found: {why}")
     one = radius.seconds / radius.passes
     work = duration(one * passes(min(curvature_prompts, count) / count))
     tell(f"radius {radius.rho:.2g}; sharpness and curvature take at most {work} more")
+
     table = weight_changes(base, tuned)
     keep("weights", table, weight_sentences(table))
-    curved: list[Estimate] = []
     with lm_surface(base, objective) as first, lm_surface(tuned, objective) as second:
         table = token_changes(first, second)
         keep("tokens", table, token_sentences(table))
@@ -150,14 +150,13 @@ def _measure(
         for name, surface in zip(names, (first, second), strict=True):
             tell(f"sharpness of {name}")
             found[name] = sharpness_of(surface, radius.rho, SEED)
+        said = list(sharpness_sentences(found, names))
         if curvature_prompts:
             tell(f"curvature of {names[1]}")
             few = second.prompts(torch.tensor(objective.batch.prompts) < curvature_prompts)
             curved = change_curvature(few, change, SEED)
-    found[names[1]] += curved
-    said = [*sharpness_sentences(found, names)]
-    if curved:
-        said += curvature_sentences(curved, len(few.objective.prompt_weight))
+            found[names[1]] += curved
+            said += curvature_sentences(curved, len(few.objective.prompt_weight))
     rows = [{"checkpoint": name} | vars(row) for name, each in found.items() for row in each]
     keep("probes", pd.DataFrame(rows).drop(columns="prompt_values"), said)
 
@@ -188,7 +187,8 @@ def paired(base: Numbers, tuned: Numbers, noise: float = 0.0) -> Difference:
     from sharpscope.analysis.statistics import mean_interval
 
     each = np.subtract(tuned, base)
-    value, interval = float(each.mean()), mean_interval(each)
+    value = float(each.mean())
+    interval = mean_interval(each)
     half = 0.0 if interval is None else math.hypot(interval.high - value, noise)
     return Difference(value=value, half=half or math.nan, prompts=len(each))
 
@@ -199,8 +199,6 @@ def token_sentences(tokens: pd.DataFrame) -> Iterator[str]:
     from sharpscope.surface.swap import SHARES
 
     js = tokens["js"].sort_values(ascending=False).to_numpy()
-    parts = [f"{js[: max(1, round(share * len(js)))].sum() / js.sum():.0%}" for share in SHARES]
-    shares = " / ".join(f"{share:.0%}" for share in SHARES)
     other = 1 - tokens["same_top"].mean()
     moved = (tokens["js"] > CHANGED).mean()
     yield (
@@ -208,8 +206,12 @@ def token_sentences(tokens: pd.DataFrame) -> Iterator[str]:
         f"divergence), {other:.1%} have another most likely token"
     )
     if js.sum() > 0:
-        yield f"the {shares} most changed positions hold {' / '.join(parts)} of the divergence"
-    yield f"mean Δ log p of the tokens {(tokens['logp_tuned'] - tokens['logp_base']).mean():+.3g} nats"
+        counts = [max(1, round(share * len(js))) for share in SHARES]
+        shares = " / ".join(f"{share:.0%}" for share in SHARES)
+        parts = " / ".join(f"{js[:count].sum() / js.sum():.0%}" for count in counts)
+        yield f"the {shares} most changed positions hold {parts} of the divergence"
+    change = (tokens["logp_tuned"] - tokens["logp_base"]).mean()
+    yield f"mean Δ log p of the tokens {change:+.3g} nats"
 
 
 def weight_sentences(weights: pd.DataFrame) -> Iterator[str]:
@@ -220,11 +222,11 @@ def weight_sentences(weights: pd.DataFrame) -> Iterator[str]:
     yield f"weights: the change has the norm {norm:.3g}, {norm / whole:.2%} of the weights'; {changed:.1%} differ in bfloat16"
     matrices = weights.dropna(subset=["effective_rank"])
     if len(matrices):
-        share = matrices["principal_share"].median()
-        chance = matrices["principal_random"].median()
+        names = ["effective_rank", "principal_share", "principal_random", "angle"]
+        rank, share, chance, angle = matrices[names].median()
         yield (
-            f"of a matrix (median): effective rank {matrices['effective_rank'].median():.3g}; {share:.2%} of the change is within the "
-            f"top singular vectors of both sides, {chance:.2%} of a random one would be; they turn by {matrices['angle'].median():.2g}°"
+            f"of a matrix (median): effective rank {rank:.3g}; {share:.2%} of the change is within the "
+            f"top singular vectors of both sides, {chance:.2%} of a random one would be; they turn by {angle:.2g}°"
         )
 
 
@@ -236,12 +238,13 @@ def curvature_sentences(rows: list[Estimate], prompts: int) -> Iterator[str]:
     known = {row.quantity: row for row in rows}
     along, top, random = (known[name] for name in ("along_change", "largest", "along_random"))
     half = Z * along.prompt_std_error
-    sure = half < abs(along.value) and Z * top.prompt_std_error < abs(top.value)
+    top_half = Z * top.prompt_std_error
+    sure = half < abs(along.value) and top_half < abs(top.value)
     share = f"{along.value / top.value:.2%} of " if sure else ""
     doubt = "" if top.converged else " (not converged)"
     yield (
         f"curvature of nll along the change {value_text(along.value, half)} ({prompts} prompts); "
-        f"{share}the largest eigenvalue {value_text(top.value, Z * top.prompt_std_error)}{doubt}; "
+        f"{share}the largest eigenvalue {value_text(top.value, top_half)}{doubt}; "
         f"along random directions {value_text(random.value, Z * random.std_error)}"
     )
 
@@ -251,22 +254,28 @@ def sharpness_sentences(found: dict[str, list[Estimate]], names: list[str]) -> I
     from sharpscope.analysis.measures import Z
     from sharpscope.analysis.text import SAME, change_text, value_text
 
-    titles = {"loss": "nll", "sam": "SAM sharpness", "sam_cross_fitted": "the same, cross-fitted"}
-    titles["average"] = "average sharpness"
+    titles = {
+        "loss": "nll",
+        "sam": "SAM sharpness",
+        "sam_cross_fitted": "the same, cross-fitted",
+        "average": "average sharpness",
+    }
     for quantity, title in titles.items():
-        both = [next(r for r in found[name] if r.quantity == quantity) for name in names]
-        counts = {len(row.prompt_values) for row in both}
-        if 0 in counts or len(counts) > 1:
+        base, tuned = (
+            next(row for row in found[name] if row.quantity == quantity) for name in names
+        )
+        if not len(base.prompt_values) or len(base.prompt_values) != len(tuned.prompt_values):
             continue
-        noise = Z * math.hypot(*(row.std_error for row in both)) if quantity == "average" else 0.0
-        difference = paired(both[0].prompt_values, both[1].prompt_values, noise)
+        noise = 0.0
+        radius = "" if math.isnan(base.rho) else f" at radius {base.rho:.2g}"
+        if quantity == "average":  # over random draws
+            noise = Z * math.hypot(base.std_error, tuned.std_error)
+            radius = f" under noise of {base.rho:.0%} of the weights"
+        difference = paired(base.prompt_values, tuned.prompt_values, noise)
         said = change_text(difference.value, difference.half) if difference.half > 0 else SAME
-        radius = "" if math.isnan(both[0].rho) else f" at radius {both[0].rho:.2g}"
-        if quantity == "average":
-            radius = f" under noise of {both[0].rho:.0%} of the weights"
         texts = (
             f"{name} {value_text(row.value, Z * row.prompt_std_error)}"
-            for name, row in zip(names, both, strict=True)
+            for name, row in zip(names, (base, tuned), strict=True)
         )
         yield f"{title}{radius}: {', '.join(texts)}; difference {said} over {difference.prompts} prompts"
         if quantity == "sam" and difference.prompts < ENOUGH:
@@ -283,12 +292,15 @@ def swap_sentences(swap: pd.DataFrame, names: list[str]) -> Iterator[str]:
         f"held-out accuracy at T = 1: {names[0]} {base.mean():.1%}, {names[1]} {tuned.mean():.1%}; "
         f"difference {gain.value:+.1%}{gain.error} over {gain.prompts} prompts{verdict}"
     )
+    titles = {"changed": "most changed", "random": "random"}
     for arm, share in dict.fromkeys(zip(swap["arm"], swap["share"], strict=True)):
-        if arm in ("changed", "random"):
-            part = paired(base, arms[arm, share])
-            kept = f", {part.value / gain.value:.0%} of the gain" if gain.seen and part.seen else ""
-            which = "most changed" if arm == "changed" else "random"
-            yield f"  {share:.0%} {which} positions from {names[1]}: {part.value:+.1%}{part.error}{kept}"
+        if arm not in titles:
+            continue
+        part = paired(base, arms[arm, share])
+        kept = ""
+        if gain.seen and part.seen:
+            kept = f", {part.value / gain.value:.0%} of the gain"
+        yield f"  {share:.0%} {titles[arm]} positions from {names[1]}: {part.value:+.1%}{part.error}{kept}"
 
 
 def _layers(weights: pd.DataFrame) -> pd.DataFrame:
@@ -296,7 +308,8 @@ def _layers(weights: pd.DataFrame) -> pd.DataFrame:
     from sharpscope.analysis.text import number
 
     parts = weights.assign(
-        square=weights["norm"] ** 2, changed=weights["changed_bfloat16"] * weights["size"]
+        square=weights["norm"] ** 2,
+        changed=weights["changed_bfloat16"] * weights["size"],
     )
     found = parts.groupby(["layer", "kind"], sort=False)
     sums = found[["square", "changed", "size"]].sum()

@@ -43,9 +43,8 @@ class DataOrder:
         for position in range(self.cursor, self.cursor + count):
             epoch, index = divmod(position, len(self.examples))
             if epoch not in self._permutations:
-                order = torch.randperm(
-                    len(self.examples), generator=generator(self.seed, "data_order", epoch)
-                )
+                draws = generator(self.seed, "data_order", epoch)
+                order = torch.randperm(len(self.examples), generator=draws)
                 self._permutations = {epoch: order.tolist()}
             taken.append(self.examples[self._permutations[epoch][index]])
         self.cursor += count
@@ -82,11 +81,10 @@ def draw_rollouts(
         best = ranks.argsort(descending=True, stable=True)[: spec.prompts_per_step]
         chosen = best.sort().values.tolist()
     for attempt in range(1, MAX_REDRAWS + 1) if sampling.dynamic else ():
-        flat = [
-            place
-            for place, group in enumerate(chosen)
-            if _undecided(rewards[group * size : (group + 1) * size])
-        ]
+        flat = []  # places in `chosen` to be filled again
+        for place, group in enumerate(chosen):
+            if _undecided(rewards[group * size : (group + 1) * size]):
+                flat.append(place)
         if not flat:
             break
         redrawn += len(flat)
@@ -94,10 +92,12 @@ def draw_rollouts(
         new, new_rewards = draw(policy, task, fresh, spec, derive(seed, "rollouts", step, attempt))
         for group, place in enumerate(flat, len(examples)):
             chosen[place] = group
-        rollouts, rewards = join_rollouts(rollouts, new), rewards + new_rewards
+        rollouts = join_rollouts(rollouts, new)
+        rewards = rewards + new_rewards
         examples = examples + fresh
     if len(chosen) < len(examples):
-        rows = torch.tensor([group * size + member for group in chosen for member in range(size)])
+        places = torch.tensor(chosen)[:, None] * size + torch.arange(size)  # (groups, size)
+        rows = places.flatten()
         labels = torch.arange(len(chosen)).repeat_interleave(size)
         rollouts = replace(rollouts.rows(rows), group=labels.to(rollouts.group.device))
         rewards = [rewards[row] for row in rows.tolist()]
@@ -105,11 +105,10 @@ def draw_rollouts(
     if sampling.overlong is not None:
         penalty = overlong_penalty(sampling.overlong, rollouts.lengths.cpu(), spec.max_new_tokens)
         rollouts = rollouts.with_reward(rollouts.reward.cpu() + penalty)
+        parts = (penalty + 0.0).tolist()  # + 0.0: no part is −0
         rewards = [
             replace(reward, total=reward.total + part, parts={**reward.parts, "overlong": part})
-            for reward, part in zip(
-                rewards, (penalty + 0.0).tolist(), strict=True
-            )  # + 0.0: no part is −0
+            for reward, part in zip(rewards, parts, strict=True)
         ]
     stats = None
     if method.advantage.kind == "token_baseline":
@@ -141,27 +140,35 @@ def step_advantages(
     reports them.
     """
     spec = method.advantage
-    values = [rollouts.reward.double()]  # (N,) each
+    total = rollouts.reward.double()  # (N,)
+    finite = total.isfinite()
     parts: dict[str, Tensor] = {}
     if isinstance(spec, DecoupledAdvantage):
         for name in dict.fromkeys(name for reward in rewards for name in reward.parts):
-            parts[name] = values[0].new_tensor([reward.parts.get(name, 0.0) for reward in rewards])
-        values += [part for name, part in parts.items() if spec.weights.get(name, 0.0) != 0]
+            part = total.new_tensor([reward.parts.get(name, 0.0) for reward in rewards])
+            parts[name] = part
+            if spec.weights.get(name, 0.0) != 0:
+                finite &= part.isfinite()
+    broken = torch.isin(rollouts.group, rollouts.group[~finite])
+    rows = torch.nonzero(~broken).flatten()
+
+    def usable(values: Tensor) -> Tensor:
+        """The values of the rows whose group is finite."""
+        return values.to(rows.device)[rows]
+
     correct = torch.tensor([reward.correct for reward in rewards]) if rewards else None
-    broken = ~torch.isfinite(torch.stack(values)).all(0)
-    rows = torch.nonzero(~torch.isin(rollouts.group, rollouts.group[broken])).flatten()
-    usable = estimate_advantages(
+    found = estimate_advantages(
         spec,
-        values[0][rows],
-        rollouts.group[rows],
-        rollouts.completion_mask[rows],
-        parts={name: part[rows] for name, part in parts.items()},
-        correct=None if correct is None else correct.to(rows.device)[rows],
-        logp=None if stats is None else stats.logp.to(rows.device)[rows],
-        collision=None if stats is None else stats.collision.to(rows.device)[rows],
+        usable(total),
+        usable(rollouts.group),
+        usable(rollouts.completion_mask),
+        parts={name: usable(part) for name, part in parts.items()},
+        correct=None if correct is None else usable(correct),
+        logp=None if stats is None else usable(stats.logp),
+        collision=None if stats is None else usable(stats.collision),
     )
-    advantage = usable.new_zeros(len(rollouts), *usable.shape[1:])
-    advantage[rows] = usable
+    advantage = found.new_zeros(len(rollouts), *found.shape[1:])
+    advantage[rows] = found
     return advantage
 
 
@@ -187,13 +194,14 @@ def prompt_ranks(
         return rollouts.reward.double().view(groups, -1).var(1, correction=0)
     assert statistics is not None, f"{rank} needs the statistics of the tokens"
     entropies = statistics(rollouts).entropy
-    highest = [
-        entropy[mask].topk(math.ceil(0.2 * int(mask.sum()) - 1e-9)).values.mean()
-        for entropy, mask in zip(entropies, rollouts.completion_mask.bool(), strict=True)
-    ]
+    highest = []  # of each row the mean entropy of the fifth of its tokens with the largest
+    for entropy, mask in zip(entropies, rollouts.completion_mask.bool(), strict=True):
+        fifth = math.ceil(0.2 * int(mask.sum()) - 1e-9)
+        highest.append(entropy[mask].topk(fifth).values.mean())
     correct = entropies.new_tensor([reward.correct for reward in rewards])
-    mean, entropy = (each.view(groups, -1).mean(1) for each in (correct, torch.stack(highest)))
-    return (1 - (2 * mean - 1).abs()) * entropy
+    mean_correct = correct.view(groups, -1).mean(1)
+    mean_entropy = torch.stack(highest).view(groups, -1).mean(1)
+    return (1 - (2 * mean_correct - 1).abs()) * mean_entropy
 
 
 def _undecided(rewards: Sequence[Reward]) -> bool:
