@@ -16,8 +16,9 @@ class UserError(Exception):
 
     def __init__(self, message: str = "") -> None:
         message = " ".join(message.splitlines())  # it may quote a name with a line break
-        start, end = message[: LONGEST - 500], message[-500:]
-        super().__init__(message if len(message) <= LONGEST else f"{start} … {end}")
+        if len(message) > LONGEST:
+            message = f"{message[: LONGEST - 500]} … {message[-500:]}"
+        super().__init__(message)
 
 
 class NonFiniteError(UserError):
@@ -33,7 +34,10 @@ class CheckError(UserError):
 
     def __init__(self, message: str, probe: str, error: float, tolerance: float) -> None:
         super().__init__(message)
-        self.message, self.probe, self.error, self.tolerance = message, probe, error, tolerance
+        self.message = message
+        self.probe = probe
+        self.error = error
+        self.tolerance = tolerance
 
     def __reduce__(self) -> tuple[type[CheckError], tuple[str, str, float, float]]:
         return CheckError, (self.message, self.probe, self.error, self.tolerance)
@@ -41,10 +45,8 @@ class CheckError(UserError):
 
 def first_line(error: BaseException) -> str:
     """First line of an error's message that has text, at most 200 characters; without one the name of its type."""
-    return next(
-        (line.strip()[:200] for line in str(error).splitlines() if line.strip()),
-        type(error).__name__,
-    )
+    lines = str(error).strip().splitlines()
+    return lines[0].strip()[:200] if lines else type(error).__name__
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -66,9 +68,12 @@ def edits(one: str, other: str) -> int:
     for i, letter in enumerate(one, 1):
         row = [i]
         for j, wanted in enumerate(other, 1):
-            least = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != wanted))
+            removed = last[j] + 1
+            inserted = row[j - 1] + 1
+            replaced = last[j - 1] + (letter != wanted)
+            least = min(removed, inserted, replaced)
             if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
-                least = min(least, before[j - 2] + 1)
+                least = min(least, before[j - 2] + 1)  # swapped with its neighbor
             row.append(least)
         before, last = last, row
     return last[-1]
