@@ -237,8 +237,9 @@ def _segments(
                 hidden_states(model, part.ids, cache)
         layers: Any = cache.layers
         for layer in layers:  # without the graph of the part
-            layer.keys = layer.keys[:, :, : shared + stop].detach()
-            layer.values = layer.values[:, :, : shared + stop].detach()
+            layer.keys, layer.values = (
+                x[:, :, : shared + stop].detach() for x in (layer.keys, layer.values)
+            )
 
 
 # -- Exact norms

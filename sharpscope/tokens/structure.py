@@ -209,8 +209,7 @@ def read_before(model: nn.Module, before: Tensor | None, rows: int) -> DynamicCa
     body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
     layers: Any = cache.layers
     for layer in layers:
-        layer.keys = layer.keys.expand(rows, -1, -1, -1)
-        layer.values = layer.values.expand(rows, -1, -1, -1)
+        layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))
     return cache
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,13 +27,12 @@ class Operator:
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Detached tensors concatenated to (P,), with None as zeros, in the widest dtype and on the first device of `like`."""
-    target = torch.zeros(0, dtype=common_dtype(like), device=like[0].device)
-    parts = []
-    for tensor, shape in zip(tensors, like, strict=True):
-        if tensor is None:
-            parts.append(target.new_zeros(shape.numel()))
-        else:
-            parts.append(tensor.detach().reshape(-1).to(target))
+    place: dict[str, Any] = {"dtype": common_dtype(like), "device": like[0].device}
+    pairs = zip(tensors, like, strict=True)
+    parts = [
+        torch.zeros(r.numel(), **place) if t is None else t.detach().reshape(-1).to(**place)
+        for t, r in pairs
+    ]
     return torch.cat(parts)
 
 
