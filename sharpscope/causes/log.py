@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 import numpy as np
 import pandas as pd
-from numpy.typing import ArrayLike
 
 from sharpscope.causes.named import Cause
 from sharpscope.packaged import package_yaml
@@ -100,7 +99,7 @@ def _stale_sampler(frame: Frame) -> Facts | None:
     gap = _column(frame, "mismatch")
     if len(gap) < FEW or gap.iloc[0] > 0.01 or gap.iloc[-3:].mean() < 0.1:
         return None
-    trend = _correlation(np.arange(len(gap)), gap)
+    trend = _correlation(np.arange(len(gap)), gap.to_numpy())
     if not trend > 0.6:
         return None
     return {
@@ -110,7 +109,7 @@ def _stale_sampler(frame: Frame) -> Facts | None:
     }
 
 
-def _correlation(x: ArrayLike, y: ArrayLike) -> float:
+def _correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Pearson's."""
     return float(np.corrcoef(x, y)[0, 1])
 
@@ -138,7 +137,7 @@ def _kl_sign(frame: Frame) -> Facts | None:
         return None
     kl, loss = both["kl"], both["loss"]
     slope = float(np.polyfit(kl, loss, 1)[0])
-    r2 = _correlation(kl, loss) ** 2
+    r2 = _correlation(kl.to_numpy(), loss.to_numpy()) ** 2
     if slope >= 0 or not r2 > 0.8:
         return None
     return {"slope": slope, "r2": r2, "largest": float(kl.max())}
@@ -157,7 +156,7 @@ def _update_too_large(frame: Frame) -> Facts | None:
     return {
         "before": before,
         "after": after,
-        "step": int(start.index[start.to_numpy().argmax()]),
+        "step": int(start.index[int(start.to_numpy().argmax())]),
         "lr": float(rate.iloc[0]),
     }
 

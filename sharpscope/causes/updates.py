@@ -172,7 +172,7 @@ def update_follows_gradient(recorded: Recorded) -> Measured | None:
 def _weighted(recorded: Recorded) -> pd.DataFrame:
     """First uses of tokens with `weight` = |c/(A·ratio)|, NaN without an advantage; none where a KL term has a part of c."""
     tokens = recorded.drawn
-    first = tokens[(tokens["update"] == 0) & tokens["ref_logp"].isna().all()]
+    first = tokens[(tokens["update"] == 0) & bool(tokens["ref_logp"].isna().all())]
     weight = (first["loss_coef"] / first["advantage"] / first["ratio"]).abs()
     return first.assign(weight=weight.where(first["advantage"].abs() > 0))
 
