@@ -11,7 +11,7 @@ import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -63,7 +63,7 @@ def start(device: str = "auto") -> Launch:
     # Not from the state: without a GPU accelerate drops the plugin, although FSDP2 works.
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return Launch(world_size())
-    plugin: Any = FullyShardedDataParallelPlugin()
+    plugin = FullyShardedDataParallelPlugin()
     if plugin.fsdp_version != 2:
         raise UserError(
             "accelerate launch --use_fsdp: only FSDP2 is supported; add --fsdp_version 2"
@@ -127,7 +127,7 @@ def gather(value: T) -> list[T]:
     """
     if world_size() == 1:
         return [value]
-    values: list[Any] = [None] * world_size()
+    values = [value] * world_size()
     dist.all_gather_object(values, value)
     failed = [
         f"process {rank}: {each.reason}"
@@ -146,17 +146,17 @@ def broadcast(value: T) -> T:
 
 def rank_zero_call(function: Callable[[], T]) -> T:
     """Call `function` in rank 0 only. Every process returns its result or raises its exception."""
-    result: Any = None
+    result: list[T] = []
     problem: Exception | None = None
     if is_rank_zero():
         try:
-            result = function()
+            result = [function()]
         except Exception as error:
             problem = error
     result, problem = broadcast((result, problem))
     if problem is not None:
         raise problem
-    return result
+    return result[0]
 
 
 def sum_values(value: float) -> float:
@@ -166,16 +166,16 @@ def sum_values(value: float) -> float:
 
 def together(call: Callable[[], T]) -> T:
     """`call()` in every process; a `UserError` in one is raised in all, so that none waits for it in the next exchange."""
-    result: Any = None
+    result: list[T] = []
     problem: UserError | None = None
     try:
-        result = call()
+        result = [call()]
     except UserError as error:
         problem = error
     first = next((each for each in gather(problem) if each is not None), None)
     if first is not None:
         raise first
-    return result
+    return result[0]
 
 
 def exchange_rows(index: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sharpscope.config import RunConfig, make_config
 from sharpscope.errors import UserError, first_line
@@ -103,14 +103,14 @@ def _check_port(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECTION_SECONDS).close()
 
 
-def options(config: RunConfig, threads: int, cluster: Mapping[str, float]) -> dict[str, Any]:
+def options(config: RunConfig, threads: int, cluster: Mapping[str, float]) -> dict[str, int]:
     """What the task of a run takes of a cluster with these resources, and how often it is tried again."""
     gpus = int(config.policy.device != "cpu" and cluster.get("GPU", 0) >= 1)
     return {"num_cpus": threads, "num_gpus": gpus, "max_retries": RETRIES}
 
 
 def _endings(
-    ray: ModuleType, waiting: dict[Any, PlannedRun], tell: Callable[[str], None]
+    ray: ModuleType, waiting: dict[object, PlannedRun], tell: Callable[[str], None]
 ) -> dict[PlannedRun, tuple[Ending, str]]:
     """How the runs of the tasks end. After Ctrl-C active ones end with a checkpoint and others do not start; a second one raises."""
     found: dict[PlannedRun, tuple[Ending, str]] = {}
@@ -145,7 +145,7 @@ def _result(ray: ModuleType, task: object) -> tuple[int, str]:
         return -signal.SIGKILL, first_line(error)
 
 
-def train_here(settings: Mapping[str, Any], folder: str) -> tuple[int, str]:
+def train_here(settings: Mapping[str, object], folder: str) -> tuple[int, str]:
     """Train a run in this process, or go on with it from its last checkpoint; its exit code, and the error if there is one.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -32,23 +32,26 @@ NOT_COMPARED = ("out", "threads", "policy.device", "method.label")
 _RESERVED = {"seed": "list seeds under `seeds`", "out": "set `out` of the sweep"}
 """Field that the sweep sets -> what to do instead."""
 
+Settings = dict[str, object]
+"""Configuration fields with their values."""
+
 
 class SweepPart(Spec):
     """Runs of all combinations methods × settings × grid × seeds."""
 
     purpose: str = Field("", description="Purpose in one sentence.")
-    base: dict[str, Any] = Field(
+    base: Settings = Field(
         default_factory=dict, description="Configuration fields, nested, common to all runs."
     )
     methods: tuple[str, ...] = Field(
         ("grpo", "grpo-sg"), min_length=1, description="Methods, as [label=]name[+field=value…]."
     )
-    settings: tuple[dict[str, Any], ...] = Field(
+    settings: tuple[Settings, ...] = Field(
         ({},),
         min_length=1,
         description="Alternative settings: mappings from a field path (optimizer.lr) to a value.",
     )
-    grid: dict[str, tuple[Any, ...]] = Field(
+    grid: dict[str, tuple[object, ...]] = Field(
         default_factory=dict,
         description="Field path to its values; every combination is run with every setting.",
     )
@@ -56,14 +59,16 @@ class SweepPart(Spec):
 
     @field_validator("methods", "seeds")
     @classmethod
-    def _distinct(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _distinct(cls, value: tuple[object, ...]) -> tuple[object, ...]:
         if len(set(value)) != len(value):
             raise ValueError("has duplicate values; remove them")
         return value
 
     @field_validator("base", "grid", "settings")
     @classmethod
-    def _check_fields(cls, value: Any) -> Any:
+    def _check_fields(
+        cls, value: Settings | tuple[Settings, ...]
+    ) -> Settings | tuple[Settings, ...]:
         layers = [value] if isinstance(value, dict) else value
         for path, given in itertools.chain.from_iterable(layer.items() for layer in layers):
             if path in _RESERVED:
@@ -178,7 +183,7 @@ def _plan_part(
         for text, method in methods:
             name = run_name(method.label or text, settings, seed)
             places = {"seed": seed, "out": str(Path(spec.out) / name)}
-            layers = [
+            layers: list[Settings] = [
                 base,
                 {"method": text},
                 *(nested(path, value) for path, value in settings.items()),
@@ -269,12 +274,13 @@ def execute(
         code, output = 0, b""
         if not stopped.is_set():
             command = _command(run, Path(folder), threads)
-            pipes: dict[str, Any] = {
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.STDOUT,
-                "start_new_session": True,
-            }
-            active[run] = process = subprocess.Popen(command, env=environment, **pipes)
+            active[run] = process = subprocess.Popen(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             if stopped.is_set():
                 process.send_signal(signal.SIGINT)
             output = process.communicate()[0]

@@ -81,7 +81,7 @@ REPLACED = {
 class _Commands(TyperGroup):
     """Lists the commands in the order of PANELS, and says what replaced the commands of version 0.2."""
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         """Names in the order of PANELS."""
         return [name for commands in PANELS.values() for name in commands]
 
@@ -129,7 +129,7 @@ def _silence() -> None:
     warnings.formatwarning = _one_line
 
 
-def _one_line(message: Any, *_: Any, **__: Any) -> str:
+def _one_line(message: object, *_: object, **__: object) -> str:
     """A warning without the file and the line of source that it comes from."""
     return f"warning: {visible(' '.join(str(message).split()))}\n"
 
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 _USAGE: type[Exception] = typer.BadParameter.__mro__[1]
 
 
-def _message(error: Any) -> str:
+def _message(error: Exception) -> str:
     if isinstance(error, _USAGE):
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "sharpscope"

@@ -116,7 +116,8 @@ def _settings(texts: list[str]) -> dict[str, object]:
     from sharpscope.settings import parse_overrides
 
     of_fork = [text for text in texts if text.startswith("fork.")]
-    given: dict[str, object] = parse_overrides(of_fork).get("fork", {})
+    fork = parse_overrides(of_fork).get("fork")
+    given = dict(fork) if isinstance(fork, dict) else {}
     known = [f"fork.{name}" for name in ForkSpec.model_fields]
     check_names("--set", [f"fork.{name}" for name in given], known)
     return given | {"overrides": [text for text in texts if text not in of_fork]}

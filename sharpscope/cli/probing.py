@@ -130,17 +130,17 @@ def probe(
     _report(found, out, json)
 
 
-def _spec(values: Mapping[str, Any], data: Path | None) -> ProbesSpec:
+def _spec(values: Mapping[str, object], data: Path | None) -> ProbesSpec:
     """What to measure."""
     from sharpscope.config.run import ProbesSpec
     from sharpscope.errors import UserError
     from sharpscope.settings import validate
 
-    defaults: dict[str, Any] = {"preset": "standard", "curvature_prompts": WHOLE}
+    defaults: dict[str, object] = {"preset": "standard", "curvature_prompts": WHOLE}
     if data is not None:
         # The default of the preset needs rewards, which a file of texts need not have.
         defaults["functionals"] = ("nll",)
-    spec: ProbesSpec = validate(ProbesSpec, defaults | dict(values))
+    spec = validate(ProbesSpec, defaults | dict(values))
     if not spec.functionals:
         raise UserError("--set functionals=[]: names nothing; name a loss, such as nll")
     return spec

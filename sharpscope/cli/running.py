@@ -319,14 +319,14 @@ def _with_interval(row: dict[str, Any], name: str) -> str:
     return f"{row[name]:.2%} [{100 * row[f'{name}_low']:.2f}, {100 * row[f'{name}_high']:.2f}]"
 
 
-def command_values(**options: Any) -> dict[str, object]:
+def command_values(**options: object) -> dict[str, object]:
     """Map the options of `run` to configuration paths; options that are None are omitted."""
     paths = {"model": "policy.model", "lr": "optimizer.lr"}
     values = {paths.get(name, name): value for name, value in options.items() if value is not None}
     if "task" in values:
         from sharpscope.tasks import task_choice
 
-        values["task"] = dict(task_choice(values["task"]))
+        values["task"] = dict(task_choice(str(values["task"])))
     return values
 
 

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -187,7 +187,7 @@ Split = Literal["train", "heldout"]
 Check = Literal["off", "first", "always"]
 """When probes are compared with autograd on the model: never, at first use, or at every call."""
 
-PRESETS: dict[str, dict[str, Any]] = {
+PRESETS: dict[str, dict[str, object]] = {
     "off": {"every": 0},
     "standard": {
         "every": 25,
@@ -252,7 +252,7 @@ class ProbesSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _preset(cls, data: Any) -> Any:
+    def _preset(cls, data: object) -> object:
         return (
             PRESETS.get(str(data.get("preset")), {}) | dict(data)
             if isinstance(data, Mapping)
@@ -314,7 +314,7 @@ class HealthSpec(Spec):
 
     @model_validator(mode="before")
     @classmethod
-    def _complete(cls, data: Any) -> Any:
+    def _complete(cls, data: object) -> object:
         """Add the rules and thresholds that are not given."""
         defaults = {name: {"threshold": rule.threshold} for name, rule in JUDGED.items()}
         return merge(defaults, data) if isinstance(data, Mapping) else data
@@ -507,7 +507,7 @@ def read_recorded(
     )
 
 
-def recorded_settings(data: Mapping[str, object]) -> dict[str, Any]:
+def recorded_settings(data: Mapping[str, object]) -> dict[str, object]:
     """The settings of a recorded run that this version has."""
     if "name" in data:
         raise UserError(
@@ -520,7 +520,7 @@ def config_data(
     base: Path | Mapping[str, object] | None,
     overrides: Sequence[str] = (),
     values: Mapping[str, object] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The settings of `build_config` as nested values, not validated; `base`: a YAML file or its content."""
     layers = [read_yaml(base) if isinstance(base, Path) else base or {}]
     layers += [nested(path, value) for path, value in (values or {}).items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -127,7 +127,7 @@ class CustomSpec(Spec):
 
     kind: Literal["custom"] = "custom"
     factory: str = Field("", description="module:function")
-    options: dict[str, Any] = Field({}, description="keyword arguments of the factory")
+    options: dict[str, object] = Field({}, description="keyword arguments of the factory")
 
 
 class ToolQaSpec(Spec):

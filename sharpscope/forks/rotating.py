@@ -105,7 +105,7 @@ class Rotations:
     table: pd.DataFrame
     each: pd.DataFrame
     noise: float
-    batch: Mapping[str, Any]
+    batch: Mapping[str, object]
     methods: Mapping[str, Method]
 
     def figure(self) -> Figure:
@@ -229,7 +229,7 @@ def rotate(
 
 def _described(
     start: _Start, first: RolloutBatch, run: Path | str | None, batches: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """What the batches are; numbers of the first one."""
     config = start.config
     texts = first.rollouts.texts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -191,11 +191,11 @@ class Start:
         reference = reference_policy(config, self.policy) if needs_reference else None
         self.optimizer = build_optimizer(self.policy.model, config.optimizer)
         self.step, self._cursor = 0, 0
-        self._state: dict[str, Any] = {}  # of the run's method
+        self._state = MethodState()  # of the run's method
         if checkpoint is not None:
             progress = restore(checkpoint, self.policy, self.optimizer)
             self.step, self._cursor = progress.step, progress.cursor
-            self._state = dict(progress.entropy_control)
+            self._state = MethodState(**progress.entropy_control)
             method = config.resolved_method.unlabeled
             recorded = known_settings(Method, progress.method)
             for name, one in self.methods.items():
@@ -208,7 +208,7 @@ class Start:
         learner = make_learner(config, self.policy, self.optimizer, reference=reference)
         self._learner = replace(learner, **settings)
         self.scorer = learner.scorer
-        self._made: dict[Any, Any] = {}  # results of `_once`
+        self._made: dict[Hashable, Any] = {}  # results of `_once`
         for name, method in self.methods.items() if calibrating else ():
             if method.weight.needs_calibration:
                 self.methods[name] = self._calibrated(method, calibrating)
@@ -258,13 +258,11 @@ class Start:
     def learner(self, method: Method) -> Learner:
         """A learner with what this method needs."""
         reference = self._learner.reference if method.needs_reference else None
-        return replace(
-            self._learner, reference=reference, state=MethodState(**copy.deepcopy(self._state))
-        )
+        return replace(self._learner, reference=reference, state=copy.deepcopy(self._state))
 
     # -- rollouts, computed once for all methods that draw the same -------------------------------------------------------
 
-    def _once(self, key: Any, make: Callable[[], T]) -> T:
+    def _once(self, key: Hashable, make: Callable[[], T]) -> T:
         """`make()`, called once for a key."""
         if key not in self._made:
             self._made[key] = make()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ class MethodState:
     """What a method keeps between updates."""
 
     # settings of a weight that moves, as of the last step
-    weight: dict[str, Any] = field(default_factory=dict)
+    weight: dict[str, object] = field(default_factory=dict)
     # moving averages of norms by module type (`module_clip`)
     norms: dict[str, float] = field(default_factory=dict)
     # weights of the averaged policy (`AveragedProximal`), in the model's order, and the sum of their factors

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.methods.method import Method
@@ -18,6 +17,7 @@ from sharpscope.methods.token_weights import (
     MeanOneWeight,
     ReverseWeight,
     ShuffledWeight,
+    TokenWeight,
     UniformWeight,
     Weighting,
 )
@@ -39,7 +39,9 @@ class MethodNote:
     at_one_update: str | None = None
 
 
-def method_note(name: str, settings: Mapping[str, Any] | None = None, **texts: str) -> MethodNote:
+def method_note(
+    name: str, settings: Mapping[str, object] | None = None, **texts: str
+) -> MethodNote:
     """A named method from its entry in methods.yaml: `settings` where it differs from GRPO, and texts."""
     return MethodNote(Method.model_validate({"name": name} | dict(settings or {})), **texts)
 
@@ -51,7 +53,7 @@ def methods() -> dict[str, MethodNote]:
     return {name: method_note(name, **entry) for name, entry in entries.items()}
 
 
-SUFFIXES: dict[str, tuple[str, Callable[[Any], Weighting]]] = {
+SUFFIXES: dict[str, tuple[str, Callable[[TokenWeight], Weighting]]] = {
     "shuffled": (
         "each token's weight is drawn from its completion's by the gradient they carry (matched: tokens permutes)",
         lambda weight: ShuffledWeight(of=weight, matched="gradient"),
@@ -160,7 +162,7 @@ def describe(name: str) -> MethodNote:
 
 def constants(method: Method) -> str:
     """The numbers in the parts of a method that differ from GRPO's, as `clip.low 0.2, clip.high 0.28`."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for part in Method.model_fields:
         value = getattr(method, part)
         if value != getattr(named_method("grpo"), part):
@@ -177,7 +179,7 @@ def constants(method: Method) -> str:
 # -- methods as text ---------------------------------------------------------------------------------------------------
 
 
-def expand_method(given: Any) -> dict[str, Any]:
+def expand_method(given: object) -> dict[str, object]:
     """All settings of a method given as text (`method_layer`) or as a mapping of its changes, with a `name`."""
     given = method_layer(given) if isinstance(given, str) else given
     if not isinstance(given, Mapping):
@@ -190,8 +192,7 @@ def expand_method(given: Any) -> dict[str, Any]:
 
 def parse_method(text: str) -> Method:
     """The method written as `[label=]name[+field=value…]`, such as `flat=mine:flat_top` or `grpo-sg+weight.U=4` (`named_method`)."""
-    method: Method = validate(Method, expand_method(text), "method")
-    return method
+    return validate(Method, expand_method(text), "method")
 
 
 def parse_methods(texts: Sequence[str]) -> dict[str, Method]:
@@ -222,7 +223,7 @@ def method_label(method: Method) -> str:
     if method.label is not None:
         return method.label
     try:
-        base: Mapping[str, Any] = named_method(method.name).model_dump(mode="json")
+        base = named_method(method.name).model_dump(mode="json")
     except UserError:
         return method.name
     return "+".join([method.name, *_changes(method.model_dump(mode="json"), base, "")])
@@ -237,7 +238,7 @@ def control_label(label: str, suffix: str) -> str:
     return "+".join([f"{name}-{suffix}", *inner])
 
 
-def _changes(value: Mapping[str, Any], base: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _changes(value: Mapping[str, object], base: Mapping[str, object], prefix: str) -> Iterator[str]:
     for key, new in value.items():
         old = base.get(key)
         if new == old:
@@ -257,7 +258,7 @@ def _changes(value: Mapping[str, Any], base: Mapping[str, Any], prefix: str) -> 
             yield f"{path}={'none' if new is None else new}"
 
 
-def _kinds(value: Mapping[str, Any]) -> str:
+def _kinds(value: Mapping[str, object]) -> str:
     inner = value.get("of")
     if isinstance(inner, Mapping):
         return f"{value['kind']}({_kinds(inner)})"
@@ -276,7 +277,7 @@ def reference_method(method: Method) -> Method:
     term.
     """
     kl = method.kl.model_copy(update={"weighted": False})
-    removed: dict[str, Any] = dict.fromkeys(
+    removed: dict[str, object] = dict.fromkeys(
         (
             "tokens",
             "correction",

@@ -448,7 +448,7 @@ class CustomWeight(Weighting):
         self._imported()  # a wrong name must stop a run before anything is written
         return self
 
-    def _imported(self) -> Any:
+    def _imported(self) -> WeightFunction:
         return import_function(self.function, "weight function")
 
     @property
@@ -568,7 +568,7 @@ class SigmoidWeight(Weighting):
             name: value for name in PAPER_SIGMOID if (value := getattr(self, name)) is not None
         }
 
-    def statistic(self, step: StepTensors) -> Any:
+    def statistic(self, step: StepTensors) -> Tensor:
         """u (N, T), the logit."""  # noqa: D403 - a symbol
         return step.logit
 
@@ -619,7 +619,7 @@ class EntropyWeight(SigmoidWeight):
     kind: Literal["entropy"] = "entropy"  # type: ignore[assignment]
     preset: ClassVar[str] = "calibrated"  # type: ignore[misc]
 
-    def statistic(self, step: StepTensors) -> Any:
+    def statistic(self, step: StepTensors) -> Tensor:
         """−H: low entropy has the largest weight."""
         return -step.entropy
 

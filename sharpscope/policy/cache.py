@@ -6,13 +6,14 @@ transformers (full or sliding window) apply.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
-from typing import Any, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from sharpscope.errors import UserError
 from sharpscope.policy.head import bare
@@ -49,6 +50,16 @@ def check_cacheable(model: nn.Module) -> None:
         )
 
 
+class _Rows(Protocol):
+    """What `_TakeRows` keeps for its backward pass."""
+
+    count: int  # of the rows that were there
+    saved_tensors: tuple[Tensor]  # the rows that were taken
+
+    def save_for_backward(self, *tensors: Tensor) -> None:
+        """Set `saved_tensors`."""
+
+
 class _TakeRows(torch.autograd.Function):
     """Index rows, with a matrix product in the backward pass.
 
@@ -56,14 +67,14 @@ class _TakeRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, states: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: _Rows, states: Tensor, rows: Tensor) -> Tensor:
         """The rows."""
         ctx.save_for_backward(rows)
         ctx.count = len(states)
         return states.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Rows, *gradients: Tensor) -> tuple[Tensor, None]:
         """The sum of the gradients of each row's copies."""
         (rows,) = ctx.saved_tensors
         gradient = gradients[0]  # (n, …)
@@ -75,6 +86,14 @@ class _TakeRows(torch.autograd.Function):
 def take_rows(states: Tensor, rows: Tensor) -> Tensor:
     """Return `states[rows]`, (B, …) -> (n, …); efficient if `rows` (n,) has many repetitions."""
     return _TakeRows.apply(states, rows)
+
+
+def change_states(cache: Cache, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace the keys and values (B, H, L, d_head) of every layer."""
+    for layer in cache.layers:
+        assert isinstance(layer, CacheLayerMixin)
+        assert layer.keys is not None and layer.values is not None
+        layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
 class PromptLayer(DynamicLayer):
@@ -96,7 +115,7 @@ class PromptLayer(DynamicLayer):
         return 0 if known is None else known.keys.shape[2]
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Set states (B, H, t, d_head) and return all keys and values to attend to; see transformers."""
         if self.before is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,15 +76,15 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
             if policy.chat and not example.templated
             else ""
         )
-        changes: dict[str, Any] = {}
         if opening and not example.prefill.lstrip().startswith(THINK):
-            changes = {
-                "prefill": opening + example.prefill,
-                "messages": example.messages and _messages(example),
-            }
-            # it does not end with the new prefill
-            changes["prompt"] = example.prompt.removesuffix(example.prefill)
-        opened.append(replace(example, **changes))
+            example = replace(  # noqa: PLW2901
+                example,
+                prefill=opening + example.prefill,
+                messages=example.messages and _messages(example),
+                # it does not end with the new prefill
+                prompt=example.prompt.removesuffix(example.prefill),
+            )
+        opened.append(example)
     return opened
 
 

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType, MethodType, NoneType
-from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -22,8 +21,10 @@ _WORDS = {
     "embedding": ("embed", "wpe", "wte"),
 }
 _OWN = frozenset(vars(nn.Module()))  # attributes of every module, such as the training mode
+Facts = dict[str, object]
+"""What is known of a model, by name."""
 _SCALARS = (bool, int, float, str, NoneType, torch.dtype)
-_known: WeakKeyDictionary[Any, tuple[Any, list[ref[Any]], dict[str, Any]]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[object, tuple[object, list[ref[object]], Facts]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -68,7 +69,7 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def _implementation(
-    model: nn.Module, setting: str, chosen: Callable[[Any, str | None], str | None]
+    model: nn.Module, setting: str, chosen: Callable[[object, str | None], str | None]
 ) -> Iterator[None]:
     """Within the block a setting of the model's configurations is `chosen(configuration, present value)`."""
     before = [
@@ -85,13 +86,13 @@ def _implementation(
             setattr(config, setting, current)
 
 
-def _differentiable(config: Any, current: str | None) -> str:
+def _differentiable(config: object, current: str | None) -> str:
     return (
         "eager" if current == "eager" or getattr(config, "attn_logit_softcapping", None) else "sdpa"
     )
 
 
-def model_configs(model: nn.Module) -> list[Any]:
+def model_configs(model: nn.Module) -> list[object]:
     """The distinct transformers configurations of a model's modules, those of its sub-models included."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list(
@@ -197,15 +198,15 @@ def moved_by(
         yield
 
 
-def remembered(model: nn.Module) -> dict[str, Any]:
+def remembered(model: nn.Module) -> Facts:
     """A cache of facts about a model: a dictionary that is empty again after the model has changed.
 
     Compared are modules, functions and parameters (by identity; parameters also by type, shape, device and `requires_grad`), plain
     attributes of modules (soft caps, scales, active adapters), the number of hooks, and configurations; not values of weights,
     which training changes at every step, nor those of buffers.
     """
-    facts: list[Any] = [_plain(vars(config)) for config in model_configs(model)]
-    objects: list[Any] = []
+    facts: list[object] = [_plain(vars(config)) for config in model_configs(model)]
+    objects: list[object] = []
     for module in model.modules():
         held = {name: value for name, value in vars(module).items() if name not in _OWN}
         functions = [
@@ -228,9 +229,7 @@ def remembered(model: nn.Module) -> dict[str, Any]:
     return _cache(model, facts, objects)
 
 
-def remembered_closure(
-    loss_fn: Callable[[], Tensor], parameters: Sequence[Tensor]
-) -> dict[str, Any]:
+def remembered_closure(loss_fn: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Facts:
     """The cache of a closure over `parameters`; always empty if the closure has no weak references."""
     try:
         return _cache(loss_fn, None, parameters)
@@ -238,7 +237,7 @@ def remembered_closure(
         return {}
 
 
-def _cache(key: Any, facts: Any, objects: Sequence[Any]) -> dict[str, Any]:
+def _cache(key: object, facts: object, objects: Sequence[object]) -> Facts:
     """The dictionary of `key`, a new one unless facts and objects are the same as before and the objects still live."""
     facts = (facts, [id(one) for one in objects])
     known = _known.get(key)
@@ -247,7 +246,7 @@ def _cache(key: Any, facts: Any, objects: Sequence[Any]) -> dict[str, Any]:
     return known[2]
 
 
-def _plain(value: Any, depth: int = 3) -> Any:
+def _plain(value: object, depth: int = 3) -> object:
     """A value as something that can be compared; of other objects the type alone."""
     if isinstance(value, _SCALARS):
         return type(value), value

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +63,7 @@ class Head:
         return z
 
 
-def computing(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def computing(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Context in which matrix products of `model` use `dtype` (autocast); None: the type of the weights."""
     if dtype is None:
         return nullcontext()

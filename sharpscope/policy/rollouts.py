@@ -61,15 +61,13 @@ class Completions:
     def rows(self, index: Tensor) -> Self:
         """Select the rows `index` (long or bool), without changing the width."""
         order = index.nonzero()[:, 0] if index.dtype == torch.bool else index
-        selected: dict[str, Any] = {
-            name: v[order.to(v.device)] for name, v in self._tensors().items()
-        }
+        selected = {name: v[order.to(v.device)] for name, v in self._tensors().items()}
         return replace(self, **selected, texts=[self.texts[i] for i in order.tolist()])
 
     def to(self, device: torch.device) -> Self:
         """Move the tensors to `device`."""
-        moved: dict[str, Any] = {name: v.to(device) for name, v in self._tensors().items()}
-        return replace(self, **moved)
+        moved = {name: v.to(device) for name, v in self._tensors().items()}
+        return replace(self, **moved, texts=self.texts)
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ class Event:
     action: str
     message: str
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """The event as one row of the events table."""
         return dict(vars(self))
 
@@ -57,10 +57,22 @@ def advise(
     return rule.meaning.format_map(names), rule.advice.format_map(names)
 
 
+class Limited(Protocol):
+    """`health.<rule>`."""
+
+    @property
+    def threshold(self) -> float:
+        """From which the rule applies."""
+
+    @property
+    def action(self) -> str:
+        """What follows: off, warn, skip_step or stop."""
+
+
 def judge(
     step: int,
     history: Mapping[str, float | None] | History,
-    limits: Mapping[str, Any],
+    limits: Mapping[str, Limited],
     trainer: str = "sharpscope",
     lr: float | None = None,
     checkpoint: str | None = None,

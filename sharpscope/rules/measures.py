@@ -8,7 +8,6 @@ measure looks ahead, so that a run is judged after each step as its log is after
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -305,7 +304,7 @@ def _scale(history: History, at: int, rewards: Values) -> float:
     return max(float(np.median(spread)) if len(spread) else 0.0, float(np.ptp(rewards)), 1e-12)
 
 
-def step_noise(y: Values, at: Any = slice(None)) -> Values:
+def step_noise(y: Values, at: slice | NDArray[np.intp] = slice(None)) -> Values:
     """Standard deviation of one step's value around its trend, from the steps up to each of the steps `at`.
 
     From the median of absolute differences of adjacent steps, which can be small by luck where there are few: of fewer than 20

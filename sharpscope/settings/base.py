@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from sharpscope.errors import UserError, nearest
 
+M = typing.TypeVar("M", bound=BaseModel)
+
 MOST = 2**31
 """Bound on the whole numbers of a configuration."""
 
@@ -37,7 +39,7 @@ class Spec(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _no_truth_for_a_number(cls, data: Any) -> Any:
+    def _no_truth_for_a_number(cls, data: object) -> object:
         """Pydantic would take true as the number 1."""
         for name, value in data.items() if isinstance(data, Mapping) else ():
             if name not in cls.model_fields:
@@ -72,7 +74,7 @@ def _numbers_inside(annotation: object) -> bool:
 
 
 CONTAINERS = (list, tuple, dict, Sequence, Mapping)
-CONSTANTS: dict[str, Any] = {
+CONSTANTS: dict[str, object] = {
     "L": 0.0,
     "U": 1.0,
     "beta1": 0.9,
@@ -112,7 +114,7 @@ class Part(Spec):
 
     def at(self, progress: float) -> Self:
         """The same part with every schedule, also in nested parts, replaced by its value at `progress` in [0, 1]."""
-        changed: dict[str, Any] = {}
+        changed: dict[str, object] = {}
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, Schedule):
@@ -121,7 +123,7 @@ class Part(Spec):
                 changed[name] = resolved
         return self.replace(**changed) if changed else self
 
-    def replace(self, **changes: Any) -> Self:
+    def replace(self, **changes: object) -> Self:
         """The same part with other values, validated."""
         return type(self).model_validate(
             {name: getattr(self, name) for name in type(self).model_fields} | changes
@@ -134,7 +136,7 @@ Real = float | Schedule
 Share = Annotated[float, Field(ge=0, le=1)] | Schedule
 
 
-def plain_types(annotation: object) -> typing.Iterator[Any]:
+def plain_types(annotation: object) -> typing.Iterator[object]:
     """Yield the members of a union, without the `Annotated` around them."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
@@ -180,13 +182,13 @@ def part_model(annotation: object, value: Mapping[str, object]) -> type[BaseMode
     return members[0] if len(kinds) < 2 or has_default else None
 
 
-def annotations_of(model: type[BaseModel]) -> dict[str, Any]:
+def annotations_of(model: type[BaseModel]) -> dict[str, object]:
     """The type of every field."""
-    similar: Mapping[str, Any] = getattr(model, "similar_fields", {})
+    similar: Mapping[str, object] = getattr(model, "similar_fields", {})
     return {name: info.annotation for name, info in model.model_fields.items()} | dict(similar)
 
 
-def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = "") -> None:
+def check_keys(model: type[BaseModel], data: Mapping[str, object], prefix: str = "") -> None:
     """Check that `model` and its parts have all keys and kinds of `data`."""
     fields = annotations_of(model)
     for key, value in data.items():
@@ -205,14 +207,18 @@ def check_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str = ""
             raise UserError(f"{path}.kind{named}{nearest(str(value.get('kind', '')), kinds)}{null}")
 
 
-def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+def known_settings(model: type[BaseModel], data: Mapping[str, object]) -> dict[str, object]:
     """Recorded settings without those that `model` and its parts no longer have."""
     fields = annotations_of(model)
-    known = {}
+    known: dict[str, object] = {}
     for name, value in data.items():
-        part = part_model(fields.get(name), value) if isinstance(value, Mapping) else None
         if name in fields:
-            known[name] = value if part is None else known_settings(part, value)
+            part = part_model(fields[name], value) if isinstance(value, Mapping) else None
+            known[name] = (
+                known_settings(part, value)
+                if part is not None and isinstance(value, Mapping)
+                else value
+            )
         elif value != CONSTANTS.get(name, value):
             raise UserError(
                 f"{name} = {short(value)}: recorded by an earlier version; now it is {CONSTANTS[name]} always"
@@ -220,7 +226,7 @@ def known_settings(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str,
     return known
 
 
-def validate(model: type[typing.Any], data: Mapping[str, object], prefix: str = "") -> typing.Any:
+def validate(model: type[M], data: Mapping[str, object], prefix: str = "") -> M:
     """The model of `data`, whose place in a configuration is `prefix`."""
     check_keys(model, data, prefix)
     try:
@@ -240,7 +246,7 @@ def validate(model: type[typing.Any], data: Mapping[str, object], prefix: str = 
         raise UserError("; ".join(list(lines.values())[:3])) from None
 
 
-def _field_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+def _field_path(location: tuple[int | str, ...], data: object) -> list[int | str]:
     """Pydantic's error location without the names of union members."""
     path: list[int | str] = []
     for index, part in enumerate(location):
@@ -338,7 +344,7 @@ def type_text(annotation: object, metadata: Sequence[object] = ()) -> str:
     return ", ".join([text, *_limits(metadata)])
 
 
-def _limits(metadata: Sequence[Any]) -> typing.Iterator[str]:
+def _limits(metadata: Sequence[object]) -> typing.Iterator[str]:
     """Numeric and length limits among the metadata of a type."""
     for limit in metadata:
         yield from _limits(getattr(limit, "metadata", ()))

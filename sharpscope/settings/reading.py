@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from pydantic import BaseModel
 from ruamel.yaml import YAML, YAMLError
@@ -44,7 +44,7 @@ def _yaml() -> YAML:
     return made
 
 
-def load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> object:
     """Parse YAML text into plain values; what is not valid or too much with aliases expanded raises one of `YAML_ERRORS`."""
     node = _yaml().compose(text)
     if node is not None and _expanded_size(node, {}) > MOST_VALUES:
@@ -61,7 +61,7 @@ def _expanded_size(node: Node, known: dict[int, int]) -> int:
     return known[id(node)]
 
 
-def read_yaml(file: Path) -> dict[str, Any]:
+def read_yaml(file: Path) -> dict[str, object]:
     """Read a YAML mapping with a safe loader."""
     try:
         data = load_yaml(read_text(file, LARGEST))
@@ -93,14 +93,15 @@ def to_yaml(config: BaseModel) -> str:
     return written.getvalue()
 
 
-def nested(path: str, value: object) -> dict[str, Any]:
+def nested(path: str, value: object) -> dict[str, object]:
     """`a.b` and a value as `{"a": {"b": value}}`."""
-    for part in reversed(path.split(".")):
+    first, *rest = path.split(".")
+    for part in reversed(rest):
         value = {part: value}
-    return cast("dict[str, Any]", value)
+    return {first: value}
 
 
-def parse_override(text: str) -> dict[str, Any]:
+def parse_override(text: str) -> dict[str, object]:
     """Parse `a.b=c` into `{"a": {"b": c}}`, with the value read as YAML."""
     path, sign, raw = text.partition("=")
     if not sign or not path.strip():
@@ -112,17 +113,17 @@ def parse_override(text: str) -> dict[str, Any]:
     return nested(path.strip(), value)
 
 
-def parse_overrides(texts: Iterable[str]) -> dict[str, Any]:
+def parse_overrides(texts: Iterable[str]) -> dict[str, object]:
     """Parse several overrides (see `parse_override`) and merge them in order."""
     return merge_all(map(parse_override, texts))
 
 
-def merge_all(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_all(layers: Iterable[Mapping[str, object]]) -> dict[str, object]:
     """Merge layers in order (see `merge`)."""
     return reduce(merge, layers, {})
 
 
-def merge(base: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, Any]:
+def merge(base: Mapping[str, object], extra: Mapping[str, object]) -> dict[str, object]:
     """Merge `extra` into `base` recursively; a part whose `kind` (or a method whose `name`) changes is replaced.
 
     A part without a `kind` keeps its settings when it gets one; `check_keys` rejects settings that do not apply.
@@ -153,7 +154,7 @@ def method_parts(text: str) -> tuple[str | None, str, list[str]]:
     return label or None, name, changes
 
 
-def method_layer(text: str) -> dict[str, Any]:
+def method_layer(text: str) -> dict[str, object]:
     """The settings of a method written as `[label=]name[+field=value…]`."""
     label, name, changes = method_parts(text)
     return merge({"name": name} | ({"label": label} if label else {}), parse_overrides(changes))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from sharpscope.surface.operators import Operator, flatten
 from sharpscope.surface.surface import Surface
 
 
-def _library(module: str, distribution: str) -> Any:
+def _library(module: str, distribution: str) -> ModuleType:
     """A module of another library.
 
     Raises:
@@ -47,7 +48,7 @@ class _PyHessianModel(nn.Module):
         """The surface's parameters."""
         return iter(self.surface.parameters)
 
-    def forward(self, _: Any) -> Tensor:
+    def forward(self, _: object) -> Tensor:
         """The loss, with a second derivative of 0 for parameters that have none, which PyHessian cannot do without."""
         return self.surface.loss() + sum(
             0 * parameter.square().sum() for parameter in self.surface.parameters

@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -454,7 +454,7 @@ def update_direction(
         >>> [d.round(decimals=3) for d in sharpscope.update_direction(optimizer, [w])]  # at first the gradient's sign
         [tensor([ 1., -1.])]
     """
-    tensors: list[Any] = trainable(parameters)
+    tensors = trainable(parameters)
     steps = coming_step(optimizer, tensors, [p.grad for p in tensors], clip_factor, per_lr=True)
     return [None if step is None else -step for step in steps]
 

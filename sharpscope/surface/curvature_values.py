@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -113,11 +112,18 @@ class Curvature:
             if math.isfinite(self.smallest)
             else []
         )
-        common: dict[str, Any] = {"converged": self.converged, "seed": self.seed, "why": self.why}
         known, rows = iter(self.by_prompt), list[Estimate]()
         for name, value, residual in pairs:
-            one = Estimate("curvature", name, value, residual=residual, **common)
-            one = replace(one, seconds=0.0 if rows else self.seconds)
+            one = Estimate(
+                "curvature",
+                name,
+                value,
+                residual=residual,
+                converged=self.converged,
+                seed=self.seed,
+                why=self.why,
+                seconds=0.0 if rows else self.seconds,
+            )
             rows.append(with_prompts(one, next(known, None)))
         return rows
 

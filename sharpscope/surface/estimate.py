@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sharpscope.errors import UserError, first_line
 from sharpscope.traces.schema import MAX_SATURATION
@@ -92,16 +92,16 @@ def problems(estimates: Iterable[Estimate]) -> tuple[str, ...]:
     return tuple(lines)
 
 
-def columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
+def columns(estimates: Iterable[Estimate]) -> dict[str, list[object]]:
     """Estimates as columns of the `probes` table, without `step`; NaN becomes None."""
     rows = list(estimates)
     names = [field.name for field in fields(Estimate) if field.name not in ("why", "prompt_values")]
     return {name: [_cell(getattr(row, name)) for row in rows] for name in names}
 
 
-def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
+def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[object]]:
     """The values by prompt as columns of the `probe_prompts` table, without `step`; empty lists if there are none."""
-    columns: dict[str, list[Any]] = {name: [] for name in (*_LABELS, "prompt", "value")}
+    columns: dict[str, list[object]] = {name: [] for name in (*_LABELS, "prompt", "value")}
     for estimate in estimates:
         count = len(estimate.prompt_values)
         for name in _LABELS:
@@ -111,5 +111,5 @@ def prompt_columns(estimates: Iterable[Estimate]) -> dict[str, list[Any]]:
     return columns
 
 
-def _cell(value: Any) -> Any:
+def _cell(value: object) -> object:
     return None if isinstance(value, float) and math.isnan(value) else value

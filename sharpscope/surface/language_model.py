@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from sharpscope.policy import (
     length_buckets,
     output_head,
 )
-from sharpscope.policy.guard import group_names, guarded, remembered, tolerance
+from sharpscope.policy.guard import Facts, group_names, guarded, remembered, tolerance
 from sharpscope.policy.token_stats import flat_logp
 from sharpscope.surface.operators import (
     Operator,
@@ -222,7 +221,7 @@ class LmSurface(Surface):
         objective: Objective,
         microbatch_tokens: int,
         memory_mb: float,
-        known: dict[str, Any],
+        known: Facts,
         selection: str = "all",
     ) -> None:
         self.model, self.objective, self.known = model, objective, known
@@ -365,7 +364,8 @@ class LmSurface(Surface):
 
     def check(self, operator: Operator) -> float:
         """`check_derivatives` of `nll` on the first tokens of two rows, once for a model."""
-        if "hessian" not in self.known:
+        error = self.known.get("hessian")
+        if not isinstance(error, float):
             batch = self.objective.batch
             rows = batch.lengths.argsort()[[0, -1]]
             rows = rows[batch.lengths[rows] > 1].unique()
@@ -376,8 +376,8 @@ class LmSurface(Surface):
             few = token_batch(batch.input_ids[rows, : present.shape[1]], present, scored)
             surface = self.over(Objective("nll", few, self.objective.temperature))
             name = f"model, {type(bare(self.model)).__name__}"
-            self.known["hessian"] = check_derivatives(surface, surface.hessian(), name)
-        return float(self.known["hessian"])
+            self.known["hessian"] = error = check_derivatives(surface, surface.hessian(), name)
+        return error
 
     def _zeros(self) -> Tensor:
         like = self.parameters

@@ -10,12 +10,12 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -466,20 +466,22 @@ def _solutions(drawn: Drawn, prompts: int) -> list[tuple[int, ...]]:
     return solutions
 
 
-def _row(item: ProbeItem) -> dict[str, Any]:
+def _row(item: ProbeItem) -> dict[str, object]:
     example = item.example
     chat = {
         "messages": list(example.messages),
         "prefill": example.prefill,
         "templated": example.templated,
     }
-    meta: Mapping[str, Any] = {
-        **example.meta,
-        **{name: value for name, value in chat.items() if value},
+    meta = {**example.meta, **{name: value for name, value in chat.items() if value}}
+    return {
+        "split": item.split,
+        "prompt": example.prompt,
+        "answer": example.answer,
+        "meta": json.dumps(meta, sort_keys=True, default=str),
+        "prompt_ids": list(item.prompt_ids),
+        "solution": list(item.solution),
     }
-    texts = {"split": item.split, "prompt": example.prompt, "answer": example.answer}
-    texts["meta"] = json.dumps(dict(meta), sort_keys=True, default=str)
-    return texts | {"prompt_ids": list(item.prompt_ids), "solution": list(item.solution)}
 
 
 def probe_set_batches(

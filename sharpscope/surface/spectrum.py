@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import TypedDict, get_args
 
 import numpy as np
 from torch import Tensor
@@ -115,9 +115,9 @@ def curvature(
         plain = surface.operator(operator)
         checked = check_once(known, operator, check, lambda: surface.check(plain))
         used = plain if scale is None else Preconditioned(plain, scale)
-        limits: dict[str, Any] = {"tolerance": tolerance, "max_products": max_products}
+        limits = _Limits(tolerance=tolerance, max_products=max_products)
         if backend == "lanczos":
-            found = _by_lanczos(used, start, top, int(smallest), limits | {"capacity": capacity})
+            found = _by_lanczos(used, start, top, int(smallest), limits, capacity)
             if by_prompt and len(found.vectors):
                 found = replace(found, by_prompt=_by_prompt(surface, found, scale))
         else:
@@ -183,21 +183,34 @@ def _along(
     return found
 
 
+class _Limits(TypedDict):
+    """When Lanczos ends."""
+
+    tolerance: float
+    max_products: int
+
+
 def _by_lanczos(
     hessian: Operator,
     start: Curvature,
     top: int,
     lower: int,
-    limits: dict[str, Any],
+    limits: _Limits,
+    capacity: int,
 ) -> Curvature:
     """`start` with eigenvalues, whose residuals take one product each, and the trace; `vectors` include that of `smallest`.
 
-    `limits` are the `tolerance`, `max_products` and `capacity` of `eigenpairs`.
+    `limits` and `capacity` are those of `eigenpairs`.
     """
     found, why = start, ""
     try:
         pairs = eigenpairs(
-            hessian, top, lower, generator=sub_generator(start.seed, "eigenvalues"), **limits
+            hessian,
+            top,
+            lower,
+            generator=sub_generator(start.seed, "eigenvalues"),
+            capacity=capacity,
+            **limits,
         )
         residuals = np.array(
             [residual(hessian, *pair) for pair in zip(pairs.values, pairs.vectors, strict=True)]
@@ -222,7 +235,7 @@ def _by_lanczos(
         if start.trace_probes:
             draws, space = sub_generator(start.seed, "trace"), pairs.krylov
             if space is None:
-                space = Krylov(hessian, min(start.trace_probes, limits["capacity"]), draws)
+                space = Krylov(hessian, min(start.trace_probes, capacity), draws)
                 for _ in range(space.capacity):
                     space.extend()
             trace, error = hutchpp(hessian, space, start.trace_probes, draws)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sharpscope.errors import CheckError, UserError
 from sharpscope.policy.directions import length
 from sharpscope.policy.guard import (
+    Facts,
     gradients,
     random_state,
     remembered_closure,
@@ -130,7 +131,7 @@ class Surface:
 @contextmanager
 def opened(
     loss_fn: LossFn | Surface, parameters: Sequence[Tensor] | None, check: Check
-) -> Iterator[tuple[Surface, dict[str, Any]]]:
+) -> Iterator[tuple[Surface, Facts]]:
     """The surface of a closure, with the cache of its checks; a surface as it is.
 
     The data of the parameters, `.grad` and random state are restored after the block. Attention uses SDPA's MATH kernel inside,
@@ -211,14 +212,15 @@ def moved(
             tensor.data = data
 
 
-def check_once(
-    known: dict[str, Any], name: str, check: Check, measure: Callable[[], float]
-) -> float | None:
+def check_once(known: Facts, name: str, check: Check, measure: Callable[[], float]) -> float | None:
     """The error that a check has found or finds now, in the cache `known` unless it is inconclusive; None if the check is off."""
     if check == "off":
         return None
-    error = known.get(name)
-    if error is None and not math.isnan(error := measure()):
+    found = known.get(name)
+    if isinstance(found, float):
+        return found
+    error = measure()
+    if not math.isnan(error):
         known[name] = error
     return error
 

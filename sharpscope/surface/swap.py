@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers import Cache
 
 from sharpscope.config.run import SamplingSpec
 from sharpscope.errors import UserError
@@ -132,7 +133,7 @@ def _complete(
     ends = torch.tensor(base.eos_ids)
     going = torch.ones(len(prompts), dtype=torch.bool)
     tokens: list[list[int]] = [[] for _ in prompts]
-    caches: list[Any] = [None, None]
+    caches: list[Cache | None] = [None, None]
     divergences: list[Tensor] = []
     swapped = 0
     heat = spec.temperature or 1.0  # of greedy sampling, too, the models' own distributions differ

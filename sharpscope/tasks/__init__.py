@@ -39,7 +39,7 @@ def make_task(spec: Spec) -> Task:
     return cast(Task, factory(spec))
 
 
-def task_choice(text: str) -> Mapping[str, Any]:
+def task_choice(text: str) -> Mapping[str, object]:
     """Configuration fields of a task's short form: a kind (`knights_knaves`) or an import path `module:function`.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 from sharpscope.config.tasks import CustomSpec
 from sharpscope.errors import UserError
 from sharpscope.settings.reading import import_function
-from sharpscope.tasks.base import Example, Reward, Task, content_id, once
+from sharpscope.tasks.base import Example, Reward, T, Task, content_id, once
 
 
 def make_custom(spec: CustomSpec) -> Task:
@@ -37,7 +37,7 @@ def make_custom(spec: CustomSpec) -> Task:
     return CheckedTask(name, made.splits, made.score)
 
 
-def _call_user(what: str, call: Callable[[], Any]) -> Any:
+def _call_user(what: str, call: Callable[[], T]) -> T:
     """The result of a user's function; an error in it names the function, and --debug shows its traceback."""
     try:
         return call()
@@ -51,7 +51,9 @@ def _call_user(what: str, call: Callable[[], Any]) -> Any:
 class CheckedTask:
     """Wrapper of a custom task that checks its splits and rewards."""
 
-    def __init__(self, name: str, splits: Callable[[], Any], score: Callable[..., Any]) -> None:
+    def __init__(
+        self, name: str, splits: Callable[[], object], score: Callable[..., object]
+    ) -> None:
         self.name = name
         self._make_splits = splits
         self._score = score
@@ -71,7 +73,7 @@ class CheckedTask:
             for split, examples in splits.items()
         }
 
-    def _checked(self, where: str, made: Any) -> Example:
+    def _checked(self, where: str, made: object) -> Example:
         if not (
             isinstance(made, Example)
             and isinstance(made.prompt, str)

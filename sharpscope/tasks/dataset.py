@@ -27,7 +27,7 @@ from sharpscope.tasks.knights_knaves import roles_of, score_logic_rl
 from sharpscope.tasks.math import score_math
 from sharpscope.untrusted import check_regular, parse_json, read_lines
 
-Row = dict[str, Any]
+Row = dict[str, object]
 Location = str
 """Location of a row, for error messages: `file.jsonl line 3` or `file.parquet row 3`, counted from 1."""
 
@@ -292,11 +292,11 @@ def read_file(file: Path) -> Iterator[tuple[Location, Row]]:
         raise UserError(f"{where}: not readable as {kind} ({first_line(error)})") from error
 
 
-def _cell(row: Row, column: str, where: Location, field: str) -> Any:
+def _cell(row: Row, column: str, where: Location, field: str) -> object:
     """Value of a column, set in `task.columns.field`; a dot selects a nested column unless a column has the full name."""
     if column in row:
         return row[column]
-    value: Any = row
+    value: object = row
     for part in column.split("."):
         if not isinstance(value, dict) or part not in value:
             hint = (

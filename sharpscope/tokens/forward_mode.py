@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from typing import Any
@@ -43,9 +43,9 @@ def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterat
             key: p for key, p in holder._parameters.items() if p is not None and p.requires_grad
         }
         owned[owner] += [(holder, key, names[id(p)]) for key, p in trained.items()]
-    replaced: dict[nn.Module, list[tuple[nn.Module, str, Any]]] = {}
+    replaced: dict[nn.Module, list[tuple[nn.Module, str, nn.Parameter]]] = {}
 
-    def enter(module: nn.Module, *_: Any) -> None:
+    def enter(module: nn.Module, *_: object) -> None:
         """Put dual numbers in the place of a module's weights."""
         for holder, key, name in owned[module]:
             weight: Any = holder._parameters[key]
@@ -60,7 +60,7 @@ def dual_parameters(model: nn.Module, direction: Mapping[str, Tensor]) -> Iterat
             replaced.setdefault(module, []).append((holder, key, weight))
             holder._parameters[key] = dual
 
-    def leave(module: nn.Module, *_: Any) -> None:
+    def leave(module: nn.Module, *_: object) -> None:
         """Put the weights back, before FSDP2 frees them."""
         for holder, key, weight in replaced.pop(module, []):
             holder._parameters[key] = weight
@@ -97,8 +97,8 @@ class Keeping(TorchFunctionMode):
         return self._values if same else []
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         out = func(*args, **(kwargs or {}))
         if func is F.linear and self.room > 0 and torch.is_grad_enabled():
             self.room -= out.nbytes
@@ -117,8 +117,8 @@ class Pushing(TorchFunctionMode):
         self._kept = iter(kept) if kept else None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         if not torch.is_grad_enabled():
             with forward_ad._set_fwd_grad_enabled(False):
                 return func(*args, **(kwargs or {}))

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
 from sharpscope.policy import Head
+from sharpscope.policy.cache import change_states
 from sharpscope.policy.guard import attention_implementation
 from sharpscope.tokens.rows import Place, Rows, safe_width, widen
 from sharpscope.tokens.structure import (
@@ -235,11 +237,12 @@ def _segments(
         else:
             with torch.no_grad(), attention_implementation(model, CUT):
                 hidden_states(model, part.ids, cache)
-        layers: Any = cache.layers
-        for layer in layers:  # without the graph of the part
-            layer.keys, layer.values = (
-                x[:, :, : shared + stop].detach() for x in (layer.keys, layer.values)
-            )
+        change_states(cache, partial(_without_graph, stop=shared + stop))
+
+
+def _without_graph(states: Tensor, stop: int) -> Tensor:
+    """Keys or values (B, H, L, d_head) up to a position."""
+    return states[:, :, :stop].detach()
 
 
 # -- Exact norms

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sharpscope.errors import UserError, first_line
 from sharpscope.policy.directions import inner
@@ -76,7 +76,7 @@ class ComingStep:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         gradients: Sequence[Part],
         clips: Sequence[Clip] = (),
     ) -> None:
@@ -287,7 +287,7 @@ def by_autograd(
 @torch.no_grad()
 def step_of_copy(
     optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     gradients: Sequence[Part],
 ) -> list[Part]:
     """Δθ that a copy of the optimizer makes with clipped gradients, by its own `step()`.
@@ -321,7 +321,7 @@ def step_of_copy(
 @torch.no_grad()
 def coming_step(
     optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
+    parameters: Sequence[Tensor],
     gradients: Sequence[Tensor | None],
     clip_factor: float | Sequence[float] = 1.0,
     *,

@@ -16,14 +16,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from sharpscope.errors import UserError
 from sharpscope.policy import Head, backbone, bare, check_head, output_head
-from sharpscope.policy.cache import cache_keyword, check_cacheable
+from sharpscope.policy.cache import cache_keyword, change_states, check_cacheable
 from sharpscope.policy.guard import attention_implementation, group_names, remembered, tolerance
 from sharpscope.policy.sharding import is_sharded
 from sharpscope.tokens.rows import safe_width
@@ -82,9 +82,9 @@ class Structure:
 def structure_of(model: nn.Module) -> Structure:
     """The structure of a model, cached until something other than the values of its weights changes."""
     known = remembered(model)
-    if "structure" not in known:
-        known["structure"] = examine(model)
-    structure: Structure = known["structure"]
+    structure = known.get("structure")
+    if not isinstance(structure, Structure):
+        known["structure"] = structure = examine(model)
     return structure
 
 
@@ -143,7 +143,9 @@ def _own_attention(model: nn.Module, structure: Structure, ids: Tensor) -> str |
     return None
 
 
-def _holders(causal: Any, named: Mapping[str, nn.Parameter]) -> dict[nn.Module, dict[str, str]]:
+def _holders(
+    causal: PreTrainedModel, named: Mapping[str, nn.Parameter]
+) -> dict[nn.Module, dict[str, str]]:
     """Module -> attribute -> name of its parameters, without the output layer, whose part is known in closed form."""
     names = {id(parameter): name for name, parameter in named.items()}
     layer = causal.get_output_embeddings()
@@ -207,9 +209,7 @@ def read_before(model: nn.Module, before: Tensor | None, rows: int) -> DynamicCa
     cache = DynamicCache()
     body = backbone(model)
     body(input_ids=before[None], use_cache=True, **{cache_keyword(body): cache})
-    layers: Any = cache.layers
-    for layer in layers:
-        layer.keys, layer.values = (x.expand(rows, -1, -1, -1) for x in (layer.keys, layer.values))
+    change_states(cache, lambda x: x.expand(rows, -1, -1, -1))
     return cache
 
 
@@ -326,11 +326,11 @@ class UseRecorder:
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
         """Record the forward passes within the block."""
-        embedding: Any = bare(model).get_input_embeddings()
+        embedding = bare(model).get_input_embeddings()
         with ExitStack() as stack:
             for module in dict.fromkeys([embedding, *self._modules]):
                 if isinstance(module, nn.Linear | Conv1D):
-                    hook: Any = self._linear
+                    hook: Callable[..., Tensor | None] = self._linear
                 elif isinstance(module, nn.Embedding) or module is embedding:
                     hook = self._embedding
                 elif not any(module.children()) and all(p.ndim == 1 for p in module.parameters()):
@@ -351,7 +351,7 @@ class UseRecorder:
         pairs = zip(rest, gradients, strict=True)
         return frozenset(name for name, gradient in pairs if gradient is not None)
 
-    def pull(self, outputs: Any, cotangents: Any, measure: Measure) -> None:
+    def pull(self, outputs: Tensor, cotangents: Tensor, measure: Measure) -> None:
         """Backward pass that calls `measure` with each use and its cotangent."""
         if self._anchor is None:
             return
@@ -386,7 +386,7 @@ class UseRecorder:
             self._add("embedding", module, ids, out, ignored=module.padding_idx, factor=factor)
         return out
 
-    def _norm(self, module: nn.Module, args: tuple, kwargs: dict, out: Any) -> None:
+    def _norm(self, module: nn.Module, args: tuple, kwargs: dict, out: object) -> None:
         """Record a module y = x̂∘w + b or x̂∘(1 + w): x̂ is the change from w = 0 to w = 1."""
         weight, bias = (module._parameters.get(key) for key in ("weight", "bias"))
         if not isinstance(out, Tensor) or weight is None or out.shape[-1:] != weight.shape:
@@ -409,19 +409,19 @@ class UseRecorder:
 
     def _add(
         self,
-        kind: Any,
+        kind: Literal["linear", "gain", "embedding"],
         module: nn.Module,
         x: Tensor,
         out: Tensor,
         *,
-        factor: Any = 1.0,
-        **more: Any,
+        factor: float | Tensor = 1.0,
+        ignored: int | None = None,
     ) -> None:
         """Record a use, whose cotangent is that of `out` times `factor`."""
         names = self._modules.get(module, {})
         if not names or not out.requires_grad:
             return
-        use = Use(kind, names.get("weight"), names.get("bias"), x, self._size, **more)
+        use = Use(kind, names.get("weight"), names.get("bias"), x, self._size, ignored)
         for name in filter(None, (use.weight, use.bias)):
             self.used[name] = self.used.get(name, 0) + 1
 
@@ -502,7 +502,7 @@ def _attention(
     softcap: float | None = None,
     *,
     cut: bool,
-    **rest: Any,
+    **rest: object,
 ) -> tuple[Tensor, None]:
     """`attend` for the interface of transformers."""
     unknown = [name for name in ("s_aux", "position_bias", "indices") if rest.get(name) is not None]

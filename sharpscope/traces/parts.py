@@ -309,7 +309,7 @@ def _text_bytes(codes: pa.ChunkedArray) -> int:
     return size
 
 
-_JSON: dict[str, tuple[TypeAdapter[Any], str]] = {
+_JSON: dict[str, tuple[TypeAdapter[dict[str, float | None]] | TypeAdapter[list[int]], str]] = {
     "json": (TypeAdapter(dict[str, float | None]), "JSON object of numbers"),
     "ids": (TypeAdapter(list[Annotated[int, Field(ge=0, lt=2**31)]]), "JSON list of token IDs"),
 }
@@ -343,7 +343,7 @@ def _check_json(rows: pa.Table, table: str) -> None:
                 ) from None
 
 
-def parquet_options(schema: pa.Schema) -> dict[str, Any]:
+def parquet_options(schema: pa.Schema) -> dict[str, object]:
     """Options of `ParquetWriter`: byte stream split for floats, dictionaries for the rest, statistics for pruning."""
     split = {f.name for f in schema if pa.types.is_floating(f.type) and f.name not in _REPEATING}
     return {
@@ -425,7 +425,7 @@ class TraceWriter:
             ]
             self._next[name] = max(numbers, default=-1) + 1
 
-    def append(self, table: str, columns: Mapping[str, Any]) -> int:
+    def append(self, table: str, columns: Mapping[str, object]) -> int:
         """Buffer rows and return their number.
 
         Args:
@@ -471,7 +471,7 @@ class TraceWriter:
         self.flush()
 
 
-def _to_arrow(name: str, columns: Mapping[str, Any]) -> pa.Table:
+def _to_arrow(name: str, columns: Mapping[str, object]) -> pa.Table:
     """Convert the columns given to `TraceWriter.append` to Arrow and check them against the schema."""
     table = TABLES[name]
     for column in columns:
@@ -528,7 +528,7 @@ def _array(label: str, column: Column, value: Any) -> pa.Array:
         raise SchemaError(f"{label} is {column.type}: {_one_line(error)}") from error
 
 
-def _plain(item: Any) -> Any:
+def _plain(item: object) -> object:
     """One value as a number, a text that UTF-8 can encode, or of a mapping of numbers a JSON object."""
     if isinstance(item, str):
         return valid_text(item)
@@ -561,7 +561,7 @@ class PackedRuns:
         refused: name as it is shown -> reason why that run is left out.
     """
 
-    rows: Mapping[str, Mapping[str, Any]]
+    rows: Mapping[str, Mapping[str, str | None]]
     refused: Mapping[str, str]
 
 
@@ -585,7 +585,7 @@ def packed_runs(folder: Path) -> PackedRuns:
         raise UserError(f"{error}; restore it") from error
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise UserError(f"{path}: cannot be read ({_one_line(error)}); restore it") from error
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, str | None]] = {}
     refused: dict[str, str] = {}
     for number, row in enumerate(listed, 1):
         name = row[RUN]

@@ -128,7 +128,7 @@ class Run(_Tables):
             self.info = read_run_info(self.path)
         else:
             self.info = parse_run_info(
-                packed_runs(pack).rows[self._key]["info"], self.path / RUN_FILE
+                packed_runs(pack).rows[self._key]["info"] or "", self.path / RUN_FILE
             )
         self.damaged: dict[str, str] = {}
 
@@ -548,7 +548,7 @@ def _pandas(table: pa.Table) -> pd.DataFrame:
     return table.to_pandas(ignore_metadata=True, split_blocks=True)
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> object:
     if isinstance(value, np.ndarray):
         return {_ARRAY: value.astype(np.float64).tolist()}
     if isinstance(value, np.generic):
@@ -556,7 +556,7 @@ def _to_json(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} cannot be stored as a reduction")
 
 
-def _from_json(value: dict[str, Any]) -> Any:
+def _from_json(value: dict[str, object]) -> object:
     return np.array(value[_ARRAY], dtype=np.float64) if set(value) == {_ARRAY} else value
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +26,12 @@ class Operator:
 
 def flatten(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
     """Detached tensors concatenated to (P,), with None as zeros, in the widest dtype and on the first device of `like`."""
-    place: dict[str, Any] = {"dtype": common_dtype(like), "device": like[0].device}
+    dtype, device = common_dtype(like), like[0].device
     pairs = zip(tensors, like, strict=True)
     parts = [
-        torch.zeros(r.numel(), **place) if t is None else t.detach().reshape(-1).to(**place)
+        torch.zeros(r.numel(), dtype=dtype, device=device)
+        if t is None
+        else t.detach().reshape(-1).to(dtype=dtype, device=device)
         for t, r in pairs
     ]
     return torch.cat(parts)
