@@ -134,7 +134,7 @@ class PlannedRun:
 
 def read_sweep(source: Path | Mapping[str, object]) -> SweepSpec:
     """Validate the configuration of a sweep, read from a file if `source` is one."""
-    spec: SweepSpec = validate(SweepSpec, read_yaml(source) if isinstance(source, Path) else source)
+    spec = validate(SweepSpec, read_yaml(source) if isinstance(source, Path) else source)
     return spec
 
 
@@ -183,7 +183,7 @@ def _plan_part(
         for text, method in methods:
             name = run_name(method.label or text, settings, seed)
             places = {"seed": seed, "out": str(Path(spec.out) / name)}
-            layers: list[Settings] = [
+            layers: list[Mapping[str, object]] = [
                 base,
                 {"method": text},
                 *(nested(path, value) for path, value in settings.items()),

@@ -549,7 +549,7 @@ def make_config(data: Mapping[str, object]) -> RunConfig:
         if task.get("kind") in EMBEDDED_NAMES:
             model = f"{EMBEDDED_PREFIX}{task['kind']}"
     defaults = {"task": {"kind": kind}, "policy": {"model": model}}
-    config: RunConfig = validate(
+    config = validate(
         RunConfig, merge(defaults | {"optimizer": {"lr": default_lr(str(model))}}, data)
     )
     # A preset equal to the default becomes `auto`, so that equal methods have the same label.

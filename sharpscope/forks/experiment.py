@@ -131,7 +131,7 @@ def measure_fork(
 ) -> tuple[Run, str]:
     """As `fork`; returns the run and the name of the fork in its table."""
     tell = on_progress or (lambda text: None)
-    spec: ForkSpec = validate(ForkSpec, settings)
+    spec = validate(ForkSpec, settings)
     if (run is None) == (model is None):
         raise UserError("fork: give a run's folder, or --model with --task")
     config = resolve("fork", run, model, task, None, overrides)

@@ -327,7 +327,7 @@ class Start:
         learner, order = self.make_steps(steps, tell)
         self.step = self.step + steps
         self._cursor = order.cursor
-        self._state = dict(vars(learner.state))
+        self._state = copy.copy(learner.state)
         self.__dict__.pop("snapshot", None)
 
     def make_steps(

@@ -79,7 +79,7 @@ def without_tokens(
     parsed = [TokenSet.parse(text) for text in sets]
     loaded = load_run(run)
     _check(loaded, step, to, parsed, by, model)
-    spec: ForkSpec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
+    spec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
     kept = {"step": step, "to": to, "sets": list(sets), "by": by, "on": on, "model": model}
     kept |= {"task": task, **spec.model_dump(mode="json", include={"prompts", "samples"})}
     files = [Path(one.value).read_text() for one in parsed if one.kind == "file"]

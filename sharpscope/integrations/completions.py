@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -27,6 +27,9 @@ from sharpscope.traces import (
     update_run_info,
 )
 from sharpscope.traces.files import now
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Completion:
     ids: Sequence[int] | None = None  # of prompt and completion; None: not known
     prompt_length: int = 0  # how many of `ids` are the prompt
     # column of the tokens table -> (n,) values
-    tokens: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    tokens: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
     group: str | None = None  # what the completions of one prompt share; None: not known
     env: str | None = None
     prompt: str | None = None
@@ -88,7 +91,7 @@ def write(
     made = create_run_dir(out)
     if tokenizer is not None:
         tokenizer.save_pretrained(made / "tokenizer")
-    info: dict[str, Any] = {
+    info: dict[str, object] = {
         "method": options.method,
         "task": options.task or kind,
         "seed": options.seed,
@@ -142,7 +145,7 @@ def write(
     return counts
 
 
-def _tokenizer(name: str) -> Any:
+def _tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
@@ -153,7 +156,7 @@ def _tokenizer(name: str) -> Any:
         ) from problem
 
 
-def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[str, Any]:
+def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[float | None]]]) -> dict[str, Any]:
     """Columns of the tokens of all completions; empty without any."""
     lengths = [len(part.get("position", ())) for part in parts]
     names = dict.fromkeys(name for part in parts for name in part) if sum(lengths) else ()
@@ -166,7 +169,7 @@ def _stacked(step: int, parts: Sequence[Mapping[str, Sequence[Any]]]) -> dict[st
 
 
 def step_tables(
-    step: int, given: Sequence[Completion], tokenizer: Any
+    step: int, given: Sequence[Completion], tokenizer: PreTrainedTokenizerBase | None
 ) -> dict[str, dict[str, Any]]:
     """Columns of the tables rollouts, tokens (empty without any) and steps of one step; groups become adjacent.
 
@@ -183,7 +186,10 @@ def step_tables(
         texts = [one.prompt, one.completion]
         if one.ids is not None and tokenizer is not None:
             parts = (one.ids[: one.prompt_length], one.ids[one.prompt_length :])
-            made = (str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) for ids in parts)
+            made = (
+                str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+                for ids in parts
+            )
             texts = [new if text is None else text for text, new in zip(texts, made, strict=True)]
         rollouts.append(
             {
@@ -202,7 +208,7 @@ def step_tables(
             }
         )
     columns = {name: [row[name] for row in rollouts] for name in rollouts[0]}
-    steps: dict[str, Any] = {"step": step}
+    steps: dict[str, object] = {"step": step}
     if None not in columns["reward"]:
         rewards = pd.Series(columns["reward"], dtype=float)
         steps |= {

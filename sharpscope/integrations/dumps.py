@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -60,7 +59,7 @@ COLUMNS = (*TOKEN_COLUMNS, "mask", *_ROW)
 """What a file of JSON lines can have. `mask`: tokens with 0 are not in the loss; `prompt_ids`: token IDs of the prompt;
 `prompt_length`: how many of the token IDs are the prompt; `loss`, `grad_norm`, `lr`: of the step."""
 SAMPLERS = "the files have no log-probabilities of the trainer: those of the sampler stand in their place (logp)"
-Record = tuple[str, dict[str, Any]]
+Record = tuple[str, dict[str, object]]
 """Place in a file, as messages name it, and the object there."""
 
 
@@ -74,7 +73,7 @@ class Told:
 
 def renamed(
     given: Values, columns: Mapping[str, str], told: Told, others: Collection[str] = ()
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The values of a record that are not null, under our names.
 
     Args:
@@ -142,14 +141,17 @@ def nemo_rl(records: Iterator[Record], _: Options, told: Told) -> Iterator[Recor
     """NeMo-RL's train_data_step{N}.jsonl (written by default): rows padded to one width, each value in a list of length 1."""
     for where, given in records:
         row = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in given.items()}
+        lists = dict[str, list[object]]()
         for name in ("token_ids", "token_loss_mask", "prev_logprobs"):
-            if not isinstance(row.get(name), list):
+            column = row.get(name)
+            if not isinstance(column, list):
                 raise UserError(
                     f"{where}: no list {name}; give the training data that NeMo-RL's GRPO writes"
                 )
-        length = whole(row.get("input_lengths", len(row["token_ids"])), "input_lengths", where)
-        ids = integers(row["token_ids"][:length], "token_ids", where)
-        mask = flags(row["token_loss_mask"][:length], len(ids), "token_loss_mask", where)
+            lists[name] = column
+        length = whole(row.get("input_lengths", len(lists["token_ids"])), "input_lengths", where)
+        ids = integers(lists["token_ids"][:length], "token_ids", where)
+        mask = flags(lists["token_loss_mask"][:length], len(ids), "token_loss_mask", where)
         start = mask.index(1) if 1 in mask else len(ids)
         known = renamed(row, NEMO_RL, told, _NEMO_RL_OTHERS)
         values = {k: v[:length] if isinstance(v, list) else v for k, v in known.items()}
@@ -227,7 +229,7 @@ def slime(records: Iterator[Record], _: Options, told: Told) -> Iterator[Record]
         yield where, values
 
 
-def _take_sampler(values: dict[str, Any], told: Told) -> None:
+def _take_sampler(values: dict[str, object], told: Told) -> None:
     """Where the trainer's log-probabilities are missing, take those of the sampler, on which it trained."""
     if "logp" not in values and "behavior_logp" in values:
         values["logp"] = values.pop("behavior_logp")
@@ -296,15 +298,15 @@ class _Message:
 
     ids: list[int]
     mask: list[int]
-    node: Mapping[str, Any]
+    node: Values
     new: bool
 
 
-def _path_values(path: list[_Message], where: str, told: Told) -> dict[str, Any]:
+def _path_values(path: list[_Message], where: str, told: Told) -> dict[str, object]:
     """The columns of a completion that is made of messages."""
     ids = [i for message in path for i in message.ids]
     mask = [int(keep and message.new) for message in path for keep in message.mask]
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "token_id": ids,
         "mask": mask,
         "prompt_length": mask.index(1) if 1 in mask else len(ids),
@@ -317,7 +319,7 @@ def _path_values(path: list[_Message], where: str, told: Told) -> dict[str, Any]
     return values
 
 
-def _branches(nodes: list[Mapping[str, Any]], where: str) -> Iterator[list[_Message]]:
+def _branches(nodes: list[Values], where: str) -> Iterator[list[_Message]]:
     """The paths from the root to each leaf of a tree of messages."""
     parents = [_parent(node, index, len(nodes), where) for index, node in enumerate(nodes)]
     counted = set[int]()
@@ -340,18 +342,19 @@ def _branches(nodes: list[Mapping[str, Any]], where: str) -> Iterator[list[_Mess
         )
 
 
-def _parent(node: Mapping[str, Any], index: int, count: int, where: str) -> int | None:
+def _parent(node: Values, index: int, count: int, where: str) -> int | None:
     parent = node.get("parent")
     if parent is None:
         return None
-    if whole(parent, f"nodes[{index}].parent", where) >= count:
+    place = whole(parent, f"nodes[{index}].parent", where)
+    if place >= count:
         raise UserError(
             f"{where}: nodes[{index}].parent = {parent}, but there are {count} messages; write the episode again"
         )
-    return int(parent)
+    return place
 
 
-def _message(node: Mapping[str, Any], new: bool, where: str) -> _Message:
+def _message(node: Values, new: bool, where: str) -> _Message:
     if not node.get("token_ids"):
         raise UserError(
             f"{where}: a message has no token_ids; run with verifiers' TrainClient, which stores them"
@@ -361,7 +364,7 @@ def _message(node: Mapping[str, Any], new: bool, where: str) -> _Message:
     return _Message(ids=ids, mask=flags(mask, len(ids), "mask", where), node=node, new=new)
 
 
-def _stream(message: _Message, name: str, where: str) -> list[Any]:
+def _stream(message: _Message, name: str, where: str) -> list[object]:
     """A message's values of a stream, which has one for each True of the mask."""
     values = message.node.get(name) or []
     if not isinstance(values, list):
@@ -419,7 +422,7 @@ def prime_rl(records: Iterator[Record], __: Options, told: Told) -> Iterator[Rec
             mask = part["mask"] > 0
             if not mask.any():
                 continue
-            values: dict[str, Any] = {
+            values: dict[str, object] = {
                 n: part[n].tolist() for n in TOKEN_COLUMNS if n in part and part[n].notna().any()
             }
             values |= {
@@ -434,7 +437,7 @@ def prime_rl(records: Iterator[Record], __: Options, told: Told) -> Iterator[Rec
             yield where, values
 
 
-def _prime_rl_tokens(row: Mapping[str, Any], where: str) -> pd.DataFrame:
+def _prime_rl_tokens(row: Values, where: str) -> pd.DataFrame:
     """The tokens of a record of prime-rl, a column for each of ours; what the record lacks is NaN."""
     count = len(integers(row.get("token_ids"), "token_ids", where))
     columns = {}

@@ -13,13 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from sharpscope.errors import UserError
-from sharpscope.integrations.trainers import IGNORED, TrainerRecorder, rows_of_update
+from sharpscope.integrations.trainer import Trainer
+from sharpscope.integrations.trainers import (
+    IGNORED,
+    Loss,
+    TrainerOptions,
+    TrainerRecorder,
+    rows_of_update,
+)
 from sharpscope.recording.capture import sequences_of
 from sharpscope.recording.schedule import StepCost
 from sharpscope.rules.table import OF_ROLLOUTS
@@ -55,7 +62,7 @@ class HookRecorder(TrainerRecorder):
     rules: Mapping[str, object] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
     def __init__(
-        self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any
+        self, trainer: Trainer, out: str | Path, **options: Unpack[TrainerOptions]
     ) -> None:
         self.cost = StepCost(rows=rows_of_update(trainer.args))
         self._calls: list[ModelCall] = []
@@ -68,21 +75,14 @@ class HookRecorder(TrainerRecorder):
         ]
         if not again:
             notes.append("critical sharpness is not measured: it would need the loss again")
-        heat = float(getattr(trainer, "temperature", 1.0))
+            options["critical"] = 0
+        options["temperature"] = float(getattr(trainer, "temperature", 1.0))
         label = type(trainer).__name__.removesuffix("Trainer").lower() or "own"
-        super().__init__(
-            trainer,
-            out,
-            label,
-            notes,
-            critical=critical if again else 0,
-            temperature=heat,
-            **options,
-        )
+        super().__init__(trainer, out, label, notes, **options)
 
     def _loss(
         self, model: nn.Module, inputs: dict[str, Tensor], *args: object, **kwargs: object
-    ) -> object:
+    ) -> Loss:
         compute = self._original["compute_loss"]
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
             return compute(model, inputs, *args, **kwargs)

@@ -189,7 +189,6 @@ def completion_of(values: Values, where: str) -> Completion:
     prompt, start = _prompt_of(values, ids, mask, where)
     kept = [i for i, keep in enumerate(mask) if keep and i >= start]
     group, reward = values.get("group", values.get("prompt")), values.get("reward")
-    unknown_reward = isinstance(reward, float) and math.isnan(reward)
     return Completion(
         ids=None if prompt is None else [*prompt, *ids[start:]],
         prompt_length=len(prompt or ()),
@@ -198,7 +197,9 @@ def completion_of(values: Values, where: str) -> Completion:
         env=text(values.get("env"), "env", where),
         prompt=text(values.get("prompt"), "prompt", where),
         completion=text(values.get("completion"), "completion", where),
-        reward=reward if unknown_reward else number(reward, "reward", where),
+        reward=reward
+        if isinstance(reward, float) and math.isnan(reward)
+        else number(reward, "reward", where),
         parts=_parts_of(values, where),
         length=len(kept),
         of_step={

@@ -8,13 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pandas as pd
 
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import TABLES, Run, load_run
 from sharpscope.untrusted import visible
+
+Write = Callable[[int, dict[str, float]], object]
+"""Writes the scalars of a step."""
 
 
 def export(
@@ -56,7 +59,7 @@ def export(
     if len(paths) < len(run_dirs):
         raise UserError("runs: two folders have one name; export them separately")
     # which write the scalars of a step
-    writers: dict[str, Callable[[int, dict[str, float]], Any]] = {}
+    writers: dict[str, Write] = {}
     sent = {name: set[tuple[int, str]]() for name in paths}
     try:
         with ExitStack() as stack:
@@ -114,16 +117,16 @@ _NAMES = {
 
 def _tensorboard(
     stack: ExitStack, out: Path, name: str, _run: Run, _project: str, _online: bool
-) -> Any:
+) -> Write:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = stack.enter_context(SummaryWriter(str(out / name)))
+    writer = stack.enter_context(SummaryWriter(str(out / name)))
     return lambda step, row: [writer.add_scalar(key, value, step) for key, value in row.items()]
 
 
 def _wandb(
     stack: ExitStack, out: Path, name: str, recorded: Run, project: str, online: bool
-) -> Any:
+) -> Write:
     import wandb
 
     out.mkdir(parents=True, exist_ok=True)
@@ -134,21 +137,27 @@ def _wandb(
         "disable_git": True,
     }
     settings = wandb.Settings(**quiet, console="off", silent=not online)
-    mode: Any = "online" if online else "offline"  # whatever the environment says
-    given: dict[str, Any] = {
-        "project": project,
-        "name": name,
-        "config": recorded.config,
-        "dir": str(out),
-    }
-    run = wandb.init(**given, mode=mode, reinit="create_new", settings=settings)
+    mode: Literal["online", "offline"] = (
+        "online" if online else "offline"
+    )  # whatever the environment says
+    run = wandb.init(
+        project=project,
+        name=name,
+        config=recorded.config,
+        dir=str(out),
+        mode=mode,
+        reinit="create_new",
+        settings=settings,
+    )
     # Where no other run is open, teardown ensures that the file is written.
     stack.callback(lambda: wandb.teardown() if wandb.run is None else None)
     stack.callback(run.finish)
     return lambda step, row: run.log(row, step=step)
 
 
-def _trackio(stack: ExitStack, out: Path, name: str, run: Run, project: str, _online: bool) -> Any:
+def _trackio(
+    stack: ExitStack, out: Path, name: str, run: Run, project: str, _online: bool
+) -> Write:
     from sharpscope.integrations.trackio import open_run
 
     return open_run(stack, out, name, run, project)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from operator import lt
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,7 @@ from sharpscope.policy import Rollouts
 from sharpscope.policy.guard import guarded
 from sharpscope.recording.autopsy import first_not_finite
 from sharpscope.recording.capture import prompt_texts, sequences_of
-from sharpscope.recording.core import Recorder
+from sharpscope.recording.core import Options, Recorder
 from sharpscope.recording.guard import ended_by
 from sharpscope.recording.live import OnFinding
 from sharpscope.recording.measurements import ClippedUpdate
@@ -38,20 +38,25 @@ from sharpscope.recording.recorded_model import dropout_of
 from sharpscope.recording.schedule import StepCost
 from sharpscope.tokens.optimizer_steps import unwrapped
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from sharpscope.integrations.trainers import TrainerRecorder
+
 Rewards = Tensor | Sequence[float]
 """(n,) a reward of each completion."""
 
 
 def record(
-    model: Any,
+    model: object,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     out: str | Path = "runs/recorded",
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     rotation: str | Method | None = None,
     task: str | None = None,
     correct: float | Callable[[float], bool] | None = None,
-    recording: Mapping[str, Any] | None = None,
+    recording: Mapping[str, object] | None = None,
     critical_sharpness: bool | int = True,
     every: int = 0,
     steps: int = 0,
@@ -98,7 +103,8 @@ def record(
         UserError: the trainer, an option or the folder cannot be used; the message names it.
     """
     judge = correct if correct is None or callable(correct) else partial(lt, float(correct))
-    options: dict[str, Any] = {
+    options: Options = {
+        "task": task or "",
         "recording": {"token_gradients_every": every, **(recording or {})} if every else recording,
         "correct": judge,
         "critical": every if every and critical_sharpness is True else critical_sharpness,
@@ -116,27 +122,28 @@ def record(
                 f"rotation = {rotation.name!r}: has no token weights; give one such as grpo-sg"
             )
         options["rotate"] = rotation
-    several = isinstance(optimizer, list | tuple)
-    optimizers: list[Any] = list(optimizer) if several else [optimizer]  # type: ignore[arg-type]
-    for each in optimizers if optimizer is not None else ():
-        if not isinstance(each, torch.optim.Optimizer):
+    optimizers: list[torch.optim.Optimizer] = []
+    for each in optimizer if isinstance(optimizer, list | tuple) else [optimizer]:
+        if isinstance(each, torch.optim.Optimizer):
+            optimizers.append(each)
+        elif optimizer is not None:
             wrong = f"{each!r} is no optimizer; name the folder"
             raise UserError(f"record: {wrong}: record(trainer, out={str(each)!r})")
     if not isinstance(model, nn.Module):
-        return _record_trainer(model, out, task, options | {"verdict_after": steps})
+        return _record_trainer(model, out, steps, options)
     if not optimizer or tokenizer is None:
         raise UserError(
             "record: a model needs its optimizer and tokenizer; record(model, optimizer, tokenizer=…)"
         )
-    options |= {"temperature": temperature, "task": task or "loop"}
+    options["temperature"], options["task"] = temperature, task or "loop"
     return LoopRecorder(
         model, optimizers, tokenizer, out, steps=steps, updates=updates_per_step, **options
     )
 
 
 def _record_trainer(
-    trainer: Any, out: str | Path, task: str | None, options: dict[str, Any]
-) -> Any:
+    trainer: Any, out: str | Path, verdict_after: int, options: Options
+) -> TrainerRecorder:
     """The recorder of a trainer, after its checks."""
     from transformers import Trainer
 
@@ -144,7 +151,7 @@ def _record_trainer(
     from sharpscope.integrations.trainers import SupervisedRecorder, known_loss
 
     kinds, name = type(trainer).__mro__, type(trainer).__name__
-    if not isinstance(trainer, Trainer):
+    if Trainer not in kinds:
         raise UserError(f"record: {name} is no trainer and no torch module; give one of them")
     grpo = "GRPOTrainer" in (kind.__name__ for kind in kinds)
     if "rotate" in options and not grpo:
@@ -157,10 +164,13 @@ def _record_trainer(
         check_version("DPOTrainer" in (kind.__name__ for kind in kinds))
         if grpo:
             check_grpo(trainer)
-            return GrpoRecorder(trainer, out, task=task or "trl", **options)
+            options["task"] = options["task"] or "trl"
+            return GrpoRecorder(trainer, out, verdict_after=verdict_after, **options)
     if kind := known_loss(trainer):
-        return SupervisedRecorder(trainer, out, kind, task=task or kind, **options)
-    return HookRecorder(trainer, out, task=task or "hooked", **options)
+        options["task"] = options["task"] or kind
+        return SupervisedRecorder(trainer, out, kind, verdict_after=verdict_after, **options)
+    options["task"] = options["task"] or "hooked"
+    return HookRecorder(trainer, out, verdict_after=verdict_after, **options)
 
 
 class LoopRecorder(Recorder):
@@ -172,12 +182,12 @@ class LoopRecorder(Recorder):
         self,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         out: str | Path,
         *,
         steps: int,
         updates: int,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         self.period, self.cost = updates, StepCost(epochs=updates)
         kinds = " and ".join(type(unwrapped(optimizer)).__name__ for optimizer in optimizers)
@@ -187,7 +197,7 @@ class LoopRecorder(Recorder):
             "notes": ["recorded from a training loop"],
             "trainer": {"name": name},
         }
-        options |= {"lr": lr, "seed": torch.initial_seed() % 2**31}
+        options["lr"], options["seed"] = lr, torch.initial_seed() % 2**31
         super().__init__(getattr(model, "module", model), tokenizer, out, **options)
         self._loss_fn: Callable[[], Tensor | float] | None = None
         # of this step: texts of a row, and how many had them before -> batch and row in it

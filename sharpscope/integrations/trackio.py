@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
@@ -17,6 +18,9 @@ from sharpscope.causes import verdict
 from sharpscope.errors import UserError
 from sharpscope.traces import Run, load_run
 from sharpscope.untrusted import visible
+
+if TYPE_CHECKING:
+    from trackio.run import Run as Logged
 
 ELSEWHERE = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_WEBHOOK_URL")
 """Variables with which Trackio sends to another machine."""
@@ -28,7 +32,7 @@ LEADING = 8
 
 def open_run(
     stack: ExitStack, out: Path, name: str, run: Run, project: str
-) -> Callable[[int, dict[str, float]], Any]:
+) -> Callable[[int, dict[str, float]], object]:
     """Begin a run of Trackio in the folder `out`; what is not a curve is written when the stack closes.
 
     Returns:
@@ -42,7 +46,7 @@ def open_run(
             raise UserError(f"--to trackio: {variable} is set and would send data away; unset it")
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("TRACKIO_DIR", str(out.resolve()))  # read when it is imported
-    trackio: Any = importlib.import_module("trackio")
+    trackio = importlib.import_module("trackio")
     if Path(trackio.TRACKIO_DIR).resolve() != out.resolve():
         raise UserError(f"--out {out}: TRACKIO_DIR is {trackio.TRACKIO_DIR}; give that folder")
     with redirect_stdout(StringIO()):
@@ -60,7 +64,7 @@ def open_run(
     return lambda step, row: logged.log(row, step=step)
 
 
-def _close(trackio: Any, logged: Any, run: Run, out: Path) -> None:
+def _close(trackio: ModuleType, logged: Logged, run: Run, out: Path) -> None:
     """Write alerts, traces and the page, and end the run."""
     run = load_run(run.path)  # it may have gone on
     with redirect_stdout(StringIO()):
@@ -85,7 +89,7 @@ def alerts(run: Run) -> list[tuple[str, str, str]]:
     return found
 
 
-def token_traces(run: Run) -> list[tuple[int, list[dict[str, str]], dict[str, Any]]]:
+def token_traces(run: Run) -> Sequence[tuple[int, list[dict[str, str]], Mapping[str, object]]]:
     """Step, messages (a prompt and its completion) and the leading tokens, for each step with measured tokens.
 
     The completion is the one with the token of the largest |effect| on KL, or, where effects were not measured, of the largest

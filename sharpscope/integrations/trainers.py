@@ -15,23 +15,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from sharpscope import distributed
 from sharpscope.causes import verdict
 from sharpscope.errors import UserError
+from sharpscope.integrations.trainer import Arguments, Trainer
 from sharpscope.policy.guard import guarded
 from sharpscope.policy.loading import has_adapters
 from sharpscope.policy.sharding import reshard
 from sharpscope.recording.capture import sequences_of
-from sharpscope.recording.core import Recorder
+from sharpscope.recording.core import Options, Recorder
 from sharpscope.recording.guard import ended_by
 from sharpscope.recording.measurements import ClippedUpdate
 from sharpscope.recording.observers import StepObserver
@@ -58,6 +59,15 @@ _KNOWN_INPUTS = {
     "ref_rejected_logps",
 }
 
+Loss = Tensor | tuple[Tensor, object]
+"""What `compute_loss` gives: the loss, or also the model's outputs."""
+
+
+class TrainerOptions(Options, total=False):
+    """What the recorder of a trainer takes beyond the trainer and the folder."""
+
+    verdict_after: int  # steps after which the training ends with a verdict; 0: it does not
+
 
 class TrainerRecorder(Recorder):
     """Records a transformers Trainer by wrapping some of its methods and following its events."""
@@ -68,45 +78,45 @@ class TrainerRecorder(Recorder):
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: Trainer,
         out: str | Path,
         label: str,
         notes: Sequence[str],
         *,
         verdict_after: int = 0,
-        **options: Any,
+        **options: Unpack[Options],
     ) -> None:
         self.trainer, args, name = trainer, trainer.args, type(trainer).__name__
         arguments = json.loads(json.dumps(args.to_dict(), default=str))
         about = {"name": name, "loss_type": arguments.get("loss_type"), "arguments": arguments}
         self.info = {"method": label, "notes": [f"recorded from {name}", *notes], "trainer": about}
+        options["lr"], options["seed"] = float(args.learning_rate), int(args.seed)
+        options["max_grad_norm"] = float(args.max_grad_norm) or math.inf
+        if trainer.accelerator.mixed_precision == "bf16":
+            options["compute"] = torch.bfloat16
         super().__init__(
             trainer.accelerator.unwrap_model(trainer.model),
             getattr(trainer.processing_class, "tokenizer", trainer.processing_class),
             out,
-            lr=float(args.learning_rate),
-            seed=int(args.seed),
-            max_grad_norm=float(args.max_grad_norm) or math.inf,
-            compute=torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None,
             **options,
         )
         self.verdict_after, self._why = verdict_after, "all steps done"
         # losses of the micro-batches of the update that is measured
-        self._kept: list[Callable[[], Any]] = []
+        self._kept: list[Callable[[], Tensor | float]] = []
         self._instance = {
             name: vars(trainer)[name] for name in self.wrapped if name in vars(trainer)
         }
         self._original = {name: getattr(trainer, name) for name in self.wrapped}
         for name, original in self.wrapped.items():
             setattr(trainer, name, getattr(self, original))
-        self.callback: Any = TrainerCallback()
+        self.callback = TrainerCallback()
         vars(self.callback)["on_train_begin"] = lambda *_, **__: self._train_begins()
         # From a checkpoint a resumed training goes on.
         vars(self.callback)["on_save"] = lambda *_, **__: self.safely(self.flush)
         trainer.add_callback(self.callback)
         trainer._sharpscope = self
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """A resumed training has the same output_dir, in which its checkpoints are."""
         folder = Path(str(self.trainer.args.output_dir)).resolve()
         return {**super().identity(), "output_dir": str(folder)}
@@ -127,7 +137,7 @@ class TrainerRecorder(Recorder):
             trainer.remove_callback(self.callback)
             del trainer._sharpscope
 
-    def _train(self, *args: Any, **kwargs: Any) -> Any:
+    def _train(self, *args: object, **kwargs: object) -> object:
         try:
             result = self._original["train"](*args, **kwargs)
         except BaseException as error:
@@ -162,7 +172,7 @@ class TrainerRecorder(Recorder):
         )
         self.begin(optimizer, steps=steps, done_updates=int(trainer.state.global_step))
 
-    def _training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+    def _training_step(self, *args: object, **kwargs: object) -> Tensor:
         started = time.perf_counter()
         before = sum(self.capture.seconds.values())
         loss: Tensor = self._original["training_step"](*args, **kwargs)
@@ -208,7 +218,7 @@ class TrainerRecorder(Recorder):
                 trainer._metrics = metrics
         return distributed.sum_values(total) / distributed.world_size()
 
-    def _keep_loss(self, loss: Any, compute: Callable[[], Any]) -> None:
+    def _keep_loss(self, loss: Loss, compute: Callable[[], Loss]) -> None:
         """Keep a micro-batch whose loss `compute` gives again, where the critical sharpness of its update is due."""
         if not (self.recording and self.observers.critical_due(self.step_number)):
             return
@@ -255,19 +265,19 @@ def moved_by(labels: Tensor, ids: Tensor) -> int:
     return 0
 
 
-def rows_of_update(args: Any) -> int:
+def rows_of_update(args: Arguments) -> int:
     """Rows of the data set in an update, over all processes."""
     return int(args.train_batch_size * args.gradient_accumulation_steps * distributed.world_size())
 
 
-def refuse(*cases: tuple[Any, str]) -> None:
+def refuse(*cases: tuple[object, str]) -> None:
     """Raise UserError with the message of the first case that is true."""
     for wrong, message in cases:
         if wrong:
             raise UserError(f"record: {message}")
 
 
-def check_setup(trainer: Any) -> None:
+def check_setup(trainer: Trainer) -> None:
     """Check the trainer's class and launch, and that its loss does not hide the log-probabilities."""
     args, accelerator, name = trainer.args, trainer.accelerator, type(trainer).__name__
     kind = str(accelerator.distributed_type.value)
@@ -332,7 +342,7 @@ def check_setup(trainer: Any) -> None:
     )
 
 
-def known_loss(trainer: Any) -> str:
+def known_loss(trainer: Trainer) -> str:
     """`sft` or `dpo` where the trainer's loss is one that `SupervisedRecorder` knows, else empty.
 
     Raises:
@@ -355,15 +365,26 @@ def known_loss(trainer: Any) -> str:
     return "dpo" if "DPOTrainer" in kinds else "sft"
 
 
+@dataclass
+class _Found:
+    """What the gradient of a loss reaches first."""
+
+    kind: str = ""  # log_probs, loss; empty: neither was found
+    values: Tensor | None = None
+    labels: float = 0.0  # the number N that the model's loss is divided by
+    reference: Tensor | None = None  # log-probabilities of the reference's pass
+    keep: Callable[[Tensor], object] = lambda _: None  # is called with the gradient
+
+
 class SupervisedRecorder(TrainerRecorder):
     """What `record` returns for a transformers Trainer, an SFTTrainer or a DPOTrainer."""
 
     wrapped: ClassVar[Mapping[str, str]] = {**TrainerRecorder.wrapped, "compute_loss": "_loss"}
     given = frozenset({"loss", "timing"})
-    rules: Mapping[str, Any] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
+    rules: Mapping[str, object] = {rule: {"action": "off"} for rule in OF_ROLLOUTS}
 
     def __init__(
-        self, trainer: Any, out: str | Path, kind: str, *, critical: bool | int, **options: Any
+        self, trainer: Trainer, out: str | Path, kind: str, **options: Unpack[TrainerOptions]
     ) -> None:
         # Options by which the loss has factors without a gradient.
         factors = {"loss_type": "dft", "use_weighting": True}
@@ -382,15 +403,17 @@ class SupervisedRecorder(TrainerRecorder):
             if self.pairs
             else []
         )
-        if held and critical:
-            critical = 0
+        if held and options["critical"]:
+            options["critical"] = 0
             why = f"{held[0]} multiplies the loss by factors that its gradient treats as constants"
             notes.append(f"critical sharpness is not measured: {why}")
-        super().__init__(trainer, out, kind, notes, critical=critical, **options)
+        super().__init__(trainer, out, kind, notes, **options)
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
-    def _loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _loss(
+        self, model: nn.Module, inputs: dict[str, Tensor], *args: object, **kwargs: object
+    ) -> Loss:
         compute = self._original["compute_loss"]
         if not self.recording or not self.model.training or not torch.is_grad_enabled():
             return compute(model, inputs, *args, **kwargs)
@@ -403,14 +426,15 @@ class SupervisedRecorder(TrainerRecorder):
         self._keep_loss(loss, lambda: compute(self.model, dict(given), *args, **kwargs))
         return loss
 
-    def _tokens(self, inputs: Mapping[str, Any], found: Any) -> None:
+    def _tokens(self, inputs: Mapping[str, Tensor], found: _Found) -> None:
         """Add the micro-batch to the step, and take the coefficients of its tokens from what was found in its loss."""
         text = f"the loss of {type(self.trainer).__name__} uses neither the model's loss nor its log-probabilities"
         odd = ", ".join(f"'{key}'" for key in sorted(set(inputs) - _KNOWN_INPUTS))
         refuse(
             (not found.kind, text), (odd, f"the batch has the input {odd}, which probes do not get")
         )
-        ids: Tensor = inputs["input_ids"]
+        assert found.values is not None
+        ids = inputs["input_ids"]
         present = (
             torch.ones_like(ids)
             if inputs.get("attention_mask") is None
@@ -450,17 +474,15 @@ class SupervisedRecorder(TrainerRecorder):
         found.keep = lambda gradient: self.safely(lambda: keep(coefficients(gradient)))
 
     @contextmanager
-    def _watched(self) -> Iterator[Any]:
+    def _watched(self) -> Iterator[_Found]:
         """Context that hooks what the gradient of the loss reaches first: the model's log-probabilities, or its own loss.
 
         Gives an object with `kind`, empty if neither was found; `values`; `labels`, the number N that the model's loss is divided by;
         `reference`, the log-probabilities of the reference's pass, None without one; and `keep`, which is called with the gradient.
         """
-        found = SimpleNamespace(
-            kind="", values=None, labels=0.0, reference=None, keep=lambda _: None
-        )
+        found = _Found()
 
-        def hook(module: Any, args: Any, given: dict[str, Any], output: Any) -> None:
+        def hook(_: object, __: object, given: Mapping[str, Tensor], output: object) -> None:
             """Hook the first output of the model that requires a gradient."""
             logp, labels, count = (
                 getattr(output, "log_probs", None),

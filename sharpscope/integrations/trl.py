@@ -11,20 +11,28 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from sharpscope import distributed
 from sharpscope.errors import UserError
-from sharpscope.integrations.trainers import TrainerRecorder, check_setup, refuse, rows_of_update
+from sharpscope.integrations.trainer import GrpoTrainer
+from sharpscope.integrations.trainers import (
+    TrainerOptions,
+    TrainerRecorder,
+    check_setup,
+    refuse,
+    rows_of_update,
+)
 from sharpscope.methods.clips import CispoClip, PpoClip, RatioClip, VespoClip
 from sharpscope.methods.loss import k3
 from sharpscope.policy import Completions, Rollouts
@@ -33,6 +41,8 @@ from sharpscope.policy.token_stats import flat_stats, spread
 from sharpscope.recording.recorded_model import dropout_of
 from sharpscope.recording.schedule import StepCost
 
+Batch = dict[str, Tensor]
+"""TRL's n rows: columns by name, (n, …) each."""
 ROW = "sharpscope_row"  # (n, 2): serial number of the batch, row in it
 OLDEST = (1, 0)
 OLDEST_OF_DPO = (1, 16)
@@ -66,7 +76,7 @@ def check_version(dpo: bool) -> None:
         )
 
 
-def check_grpo(trainer: Any) -> None:
+def check_grpo(trainer: GrpoTrainer) -> None:
     """Check that a GRPOTrainer can be recorded; warn of an overridden loss."""
     from trl import GRPOTrainer
 
@@ -80,14 +90,14 @@ def check_grpo(trainer: Any) -> None:
         warnings.warn(f"{type(trainer).__name__} overrides compute_loss; {text}", stacklevel=3)
 
 
-def own_loss(trainer: Any) -> bool:
+def own_loss(trainer: GrpoTrainer) -> bool:
     """Whether a subclass has replaced the loss of GRPOTrainer, as GMPOTrainer does."""
     from trl import GRPOTrainer
 
     return type(trainer)._compute_loss is not GRPOTrainer._compute_loss
 
 
-def generate_every(trainer: Any) -> int:
+def generate_every(trainer: GrpoTrainer) -> int:
     """Micro-steps that use one batch of completions."""
     return int(trainer.args.steps_per_generation * trainer.num_iterations)
 
@@ -95,6 +105,7 @@ def generate_every(trainer: Any) -> int:
 class GrpoRecorder(TrainerRecorder):
     """What `record` returns for a GRPOTrainer."""
 
+    trainer: GrpoTrainer
     wrapped: ClassVar[Mapping[str, str]] = {
         **TrainerRecorder.wrapped,
         "_generate_and_score_completions": "_generate",
@@ -104,7 +115,7 @@ class GrpoRecorder(TrainerRecorder):
     }
 
     def __init__(
-        self, trainer: Any, out: str | Path, *, critical: bool | int, **options: Any
+        self, trainer: GrpoTrainer, out: str | Path, **options: Unpack[TrainerOptions]
     ) -> None:
         args = trainer.args
         loss = str(trainer.loss_type)
@@ -120,7 +131,7 @@ class GrpoRecorder(TrainerRecorder):
                     f"completions were drawn with {name} = {value:g}, which log-probabilities do not show"
                 )
         self.group_size, self.period = int(trainer.num_generations), generate_every(trainer)
-        self._current: dict[str, Any] | None = None
+        self._current: Batch | None = None
         self._scored: tuple[Tensor, list[list[int]]] | None = None
         parts = max(1, int(args.steps_per_generation) // args.gradient_accumulation_steps)
         self.cost = StepCost(
@@ -138,8 +149,10 @@ class GrpoRecorder(TrainerRecorder):
             notes.append(
                 f"{type(trainer).__name__} has a loss of its own: ratio and clipped are unknown"
             )
-        options |= {"temperature": float(trainer.temperature), "beta": float(trainer.beta)}
-        super().__init__(trainer, out, loss, notes, critical=0 if held else critical, **options)
+        options["temperature"], options["beta"] = float(trainer.temperature), float(trainer.beta)
+        if held:
+            options["critical"] = 0
+        super().__init__(trainer, out, loss, notes, **options)
 
     # -- one batch of completions ------------------------------------------------------------------------------------
 
@@ -149,15 +162,15 @@ class GrpoRecorder(TrainerRecorder):
         self._scored = rewards.detach().cpu(), [list(row) for row in ids]
         return rewards
 
-    def _generate(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    def _generate(self, inputs: list[dict[str, object]]) -> Batch:
         training = self.model.training
         started = time.perf_counter()
-        output: dict[str, Any] = self._original["_generate_and_score_completions"](inputs)
+        output: Batch = self._original["_generate_and_score_completions"](inputs)
         if training:
             self.together(lambda: self._generated(output, started))
         return output
 
-    def _generated(self, output: dict[str, Any], started: float) -> None:
+    def _generated(self, output: Batch, started: float) -> None:
         if self._scored is None:
             return
         rewards, ids = self._scored
@@ -168,9 +181,7 @@ class GrpoRecorder(TrainerRecorder):
         self._open(output, rewards, ids, total)
         self.capture.seconds["recording_s"] += time.perf_counter() - done
 
-    def _open(
-        self, output: dict[str, Any], rewards: Tensor, ids: list[list[int]], total: Tensor
-    ) -> None:
+    def _open(self, output: Batch, rewards: Tensor, ids: list[list[int]], total: Tensor) -> None:
         """Add the new batch: measure π_old on it, and number its rows."""
         advantage = output["advantages"]
         if advantage.dim() != 1:
@@ -200,7 +211,7 @@ class GrpoRecorder(TrainerRecorder):
 
     # -- one micro-batch ---------------------------------------------------------------------------------------------
 
-    def _loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _loss(self, model: nn.Module, inputs: Batch) -> Tensor:
         original = self._original["_compute_loss"]
         if not self.recording or not self.model.training or ROW not in inputs:
             return original(model, inputs)
@@ -211,12 +222,12 @@ class GrpoRecorder(TrainerRecorder):
         finally:
             self._current = None
 
-    def _logps(self, *args: Any, **kwargs: Any) -> Any:
+    def _logps(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor | None]:
         compute = self._original["_get_per_token_logps_and_entropies"]
         hidden = list[Tensor]()
         if self._current is None:
             return compute(*args, **kwargs)
-        hook: Any = nullcontext()
+        hook: AbstractContextManager[object] = nullcontext()
         if self._reads_loss:
             hook = backbone(self.model).register_forward_hook(
                 lambda _, __, out: hidden.append(out.last_hidden_state)
@@ -227,7 +238,7 @@ class GrpoRecorder(TrainerRecorder):
             self.safely(partial(self._use, outputs[0], self._current, hidden))
         return outputs
 
-    def _use(self, logp: Tensor, inputs: dict[str, Any], hidden: list[Tensor]) -> None:
+    def _use(self, logp: Tensor, inputs: Batch, hidden: list[Tensor]) -> None:
         """Record what TRL's micro-batch `inputs` does with its tokens; TRL's loss differentiates `logp` (n, T).
 
         `hidden` (n, P+T, d) is what the output layer got, where the tokens' statistics come from it.
@@ -255,12 +266,12 @@ class GrpoRecorder(TrainerRecorder):
         logp.register_hook(lambda gradient: self.safely(lambda: keep(gradient)))
         self.capture.seconds["recording_s"] += time.perf_counter() - started
 
-    def _keep(self, inputs: dict[str, Any]) -> None:
+    def _keep(self, inputs: Batch) -> None:
         """Keep a micro-batch with π_old's log-probabilities; without them TRL takes the present ones, and its loss is constant."""
         if self.capture.updates or not self.observers.critical_due(self.step_number):
             return
 
-        def again() -> Any:
+        def again() -> Tensor:
             """TRL's loss of the micro-batch at the present weights."""
             known = inputs.get("old_per_token_logps")
             numbers = inputs[ROW]
@@ -277,11 +288,11 @@ class GrpoRecorder(TrainerRecorder):
 
 
 def rollouts_of(
-    output: dict[str, Any],
-    ids: Sequence[Sequence[int]],
+    output: Batch,
+    ids: list[list[int]],
     reward: Tensor,
-    tokenizer: Any,
-    eos_ids: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: Collection[int],
 ) -> Rollouts:
     """This process's part of TRL's batch as Rollouts of n rows, each a group of its own; `reward` is (n,).
 
@@ -314,7 +325,7 @@ def rollouts_of(
 
 
 @torch.no_grad()
-def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, Tensor]:
+def token_loss(trainer: GrpoTrainer, inputs: Batch, logp: Tensor) -> dict[str, Tensor]:
     """What a trainer's loss does with the tokens of TRL's batch of n rows, see `Step.use`; `logp` (n, T) is what it differentiates."""
     inside = inputs["completion_mask"].bool()
     logp = logp.detach()
@@ -355,7 +366,7 @@ def token_loss(trainer: Any, inputs: dict[str, Any], logp: Tensor) -> dict[str, 
     return made
 
 
-def _clipped(trainer: Any, ratio: Tensor, advantage: Tensor) -> Tensor:
+def _clipped(trainer: GrpoTrainer, ratio: Tensor, advantage: Tensor) -> Tensor:
     if trainer.loss_type == "cispo":  # TRL bounds the ratio itself, from above only
         return ((ratio > trainer.epsilon_high) & (advantage != 0)).int()
     if trainer.loss_type in ("sapo", "vespo"):  # they have no clip

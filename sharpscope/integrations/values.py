@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeGuard
 
 from sharpscope.errors import UserError
 
-Values = Mapping[str, Any]
+Values = Mapping[str, object]
 """An object in a file."""
 
 
@@ -23,14 +23,14 @@ def number(value: object, name: str, where: str) -> float | None:
     )
 
 
-def is_whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[int]:
     """Whether a value is a whole number from 0 that fits in 32 bits."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def whole(value: object, name: str, where: str) -> int:
     """A whole number from 0."""
-    if not isinstance(value, int) or not is_whole(value):
+    if not is_whole(value):
         wrong = f"{name} = {str(value)[:40]!r} is not a whole number from 0"
         raise UserError(f"{where}: {wrong}; write one")
     return value

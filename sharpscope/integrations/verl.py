@@ -16,12 +16,12 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,12 @@ from sharpscope.recording.writer import FinishedStep, StepWriter
 from sharpscope.rules.judging import Event
 from sharpscope.tasks import Example, Reward
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+    from transformers import PreTrainedTokenizerBase
+    from verl.workers.config import FSDPEngineConfig
+    from verl.workers.engine_workers import TrainingWorker
+
 CPU = torch.device("cpu")
 GIVEN = frozenset({"advantages", "old_logp", "loss"})
 """What verl always gives; entropies, rewards, groups and the sampler's log-probabilities depend on its settings."""
@@ -62,6 +68,12 @@ _LOSS = (
 """Settings of verl's loss that run.json keeps."""
 
 
+T = TypeVar("T")
+Metrics = Mapping[str, float | Sequence[float]]
+Output = Mapping[str, Metrics] | None
+"""What an update gives."""
+
+
 def install(folder: str) -> None:
     """Wrap verl's training worker, once per process; every actor's step is recorded to `folder`."""
     from verl.workers.engine_workers import TrainingWorker
@@ -71,7 +83,7 @@ def install(folder: str) -> None:
     step, update = TrainingWorker.train_mini_batch, TrainingWorker.train_batch
 
     @functools.wraps(step)  # keeps what verl's dispatcher reads from the function
-    def train_mini_batch(self: Any, data: Any) -> Any:
+    def train_mini_batch(self: TrainingWorker, data: TensorDict) -> object:
         """As verl's; an actor's step is recorded."""
         # another worker: a critic, or supervised fine-tuning
         if any(name not in data for name in NEEDED):
@@ -81,7 +93,7 @@ def install(folder: str) -> None:
         return self._sharpscope_recorder.step(data, lambda: step(self, data))
 
     @functools.wraps(update)
-    def train_batch(self: Any, data: Any) -> Any:
+    def train_batch(self: TrainingWorker, data: TensorDict) -> Output:
         """As verl's; an update of a recorded step is recorded."""
         present = self._sharpscope_recorder.present if ROW in data else None
         if present is None:
@@ -92,7 +104,7 @@ def install(folder: str) -> None:
     TrainingWorker._sharpscope = True
 
 
-def check_engine(config: Any) -> None:
+def check_engine(config: FSDPEngineConfig) -> None:
     """Check the configuration of a worker's engine.
 
     Raises:
@@ -135,7 +147,7 @@ class _Step:
 class VerlRecorder(Guard):
     """Records the steps of one worker."""
 
-    def __init__(self, worker: Any, folder: Path) -> None:
+    def __init__(self, worker: TrainingWorker, folder: Path) -> None:
         self.worker, self.recording = worker, True
         self.run = RecordedRun(folder, {"model": str(worker.model_config.path)})
         self.present: _Step | None = None
@@ -158,7 +170,7 @@ class VerlRecorder(Guard):
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
-    def step(self, data: Any, train: Callable[[], Any]) -> Any:
+    def step(self, data: TensorDict, train: Callable[[], T]) -> T:
         """Run one `train_mini_batch` and record it."""
         if not self.recording:
             return train()
@@ -175,7 +187,7 @@ class VerlRecorder(Guard):
             del data[ROW]
         return output
 
-    def _begin(self, data: Any) -> None:
+    def _begin(self, data: TensorDict) -> None:
         """Take the step's batch."""
         worker = self.worker
         if self.count == 0:
@@ -186,12 +198,12 @@ class VerlRecorder(Guard):
             self.groups = layer_groups(worker.engine.module) if whole else None
         self.present = _opened(data, worker.model_config.tokenizer)
 
-    def update(self, step: _Step, train: Callable[[], Any]) -> Any:
+    def update(self, step: _Step, train: Callable[[], Output]) -> Output:
         """Run one `train_batch` with a loss that is watched."""
         worker, engine, inner = self.worker, self.worker.engine, self.worker.loss_fn
         make_update, replaced = engine.optimizer_step, vars(engine).get("optimizer_step")
 
-        def watched(**given: Any) -> Any:  # in distillation verl also calls it with the logits
+        def watched(**given: Any) -> object:  # in distillation verl also calls it with the logits
             """The loss of verl; hooks the log-probabilities that it differentiates."""
             if (
                 torch.is_grad_enabled()
@@ -220,10 +232,10 @@ class VerlRecorder(Guard):
             else:
                 engine.optimizer_step = replaced
         if output is not None:
-            self.safely(lambda: self._made(step, dict(output["metrics"])))
+            self.safely(lambda: self._made(step, output["metrics"]))
         return output
 
-    def _timed(self, work: Callable[[], Any]) -> None:
+    def _timed(self, work: Callable[[], object]) -> None:
         """Do some work and count its time."""
         started = time.perf_counter()
         work()
@@ -274,12 +286,12 @@ class VerlRecorder(Guard):
         unclipped = {name: value / clipped for name, value in gradient.layers.items()}
         return moved.total, (unclipped, moved.layers)
 
-    def _made(self, step: _Step, metrics: dict[str, Any]) -> None:
+    def _made(self, step: _Step, metrics: Metrics) -> None:
         """Take the loss that verl reports of the update."""
         updates = step.capture.updates
         updates[-1] = replace(updates[-1], loss=float(np.mean(metrics.get("loss", math.nan))))
 
-    def _watch(self, step: _Step, output: Mapping[str, Any], data: Any) -> None:
+    def _watch(self, step: _Step, output: Mapping[str, Tensor], data: TensorDict) -> None:
         """Take what the loss is about to do with a micro-batch's tokens, and hook the log-probabilities."""
         logp, row = output["log_probs"], step.row_of[torch.as_tensor(data[ROW]).cpu().long()]
         inside = row >= 0
@@ -357,7 +369,7 @@ class VerlRecorder(Guard):
         worker, model = self.worker, self.worker.model_config
         # probes of a checkpoint need it
         rollout = {} if step.temperature is None else {"temperature": step.temperature}
-        config: dict[str, Any] = {"policy": {"model": str(model.path)}, "rollout": rollout}
+        config: dict[str, object] = {"policy": {"model": str(model.path)}, "rollout": rollout}
         if self.steps > 0:
             config["steps"] = self.steps
         said = getattr(worker.loss_fn, "keywords", {}).get("config")
@@ -388,7 +400,7 @@ class VerlRecorder(Guard):
         self.run.end(status=status, end=reason)
 
 
-def _opened(data: Any, tokenizer: Any) -> _Step:
+def _opened(data: TensorDict, tokenizer: PreTrainedTokenizerBase) -> _Step:
     """The step of verl's batch on this process, without the rows that verl added to fill it."""
     prompts, replies = _parts(data)
     uids = [str(uid) for uid in data["uid"]] if "uid" in data else None
@@ -481,15 +493,15 @@ def _events(step: int, batch: RolloutBatch, tokens: StepTokens) -> list[Event]:
     return found + sampler_events(step, tokens.stats.logp[mask].numpy(), sampler, "verl")
 
 
-def _temperature(data: Any) -> float | None:
+def _temperature(data: TensorDict) -> float | None:
     """The softmax temperature, which verl gives as a number or for each row; None if rows differ."""
     temperatures = torch.as_tensor(data["temperature"], dtype=torch.float64).unique().tolist()
     return float(temperatures[0]) if len(temperatures) == 1 else None
 
 
-def _dense(values: Any) -> Tensor:
+def _dense(values: Tensor) -> Tensor:
     """A nested or padded (n, T) tensor as a padded one on the CPU."""
-    tensor: Tensor = (
+    tensor = (
         values.to_padded_tensor(0.0 if values.is_floating_point() else 0)
         if values.is_nested
         else values
@@ -497,7 +509,7 @@ def _dense(values: Any) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _parts(data: Any) -> tuple[list[list[int]], list[list[int]]]:
+def _parts(data: TensorDict) -> tuple[list[list[int]], list[list[int]]]:
     """Token IDs of prompts (padded on the left) and responses (on the right), nested or padded."""
     result = []
     for name, left in (("prompts", True), ("responses", False)):

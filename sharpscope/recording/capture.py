@@ -10,8 +10,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -343,7 +343,7 @@ class StepCapture:
         self.rotation = None
         self.complete = False
 
-    def later_uses(self, first: dict[int, int]) -> dict[str, Any] | None:
+    def later_uses(self, first: dict[int, int]) -> dict[str, np.ndarray] | None:
         """Columns of the table `uses` without `step`; None if no token was used twice."""
         parts = []
         for index, use, again in self.again:

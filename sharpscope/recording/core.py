@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Required, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,11 +99,28 @@ from sharpscope.tokens import Clip
 from sharpscope.tokens.optimizer_steps import batch_share, unwrapped
 from sharpscope.traces.files import read_run_info
 
-_CONFIG: dict[str, Any] = {  # what readers use of a configuration
+_CONFIG: dict[str, bool | set[str]] = {  # what readers use of a configuration
     **dict.fromkeys(("seed", "steps", "recording", "health"), True),
     "rollout": {"temperature"},
     "optimizer": {"lr"},
 }
+
+
+class Options(TypedDict, total=False):
+    """What `Recorder` takes beyond model, tokenizer and folder."""
+
+    task: Required[str]
+    recording: Required[Mapping[str, object] | None]
+    critical: Required[bool | int]
+    temperature: float
+    lr: float
+    seed: int
+    beta: float
+    correct: Callable[[float], bool] | None
+    max_grad_norm: float | None
+    compute: torch.dtype | None
+    rotate: Method | None
+    on_finding: OnFinding | None
 
 
 class Recorder(Guard):
@@ -214,7 +231,7 @@ class Recorder(Guard):
             "probes": probes,
             "recording": {**recording, **self._options},
         }
-        config: RunConfig = validate(RunConfig, data)
+        config = validate(RunConfig, data)
         for name in ("heldout_influence_every", "probe_entropy_every"):
             if getattr(config.recording, name, 0):
                 raise UserError(
@@ -323,7 +340,7 @@ class Recorder(Guard):
         folder = self.run_dir
         words = Words.read(folder / "tokenizer")
         self.live = LiveCheck(self.on_finding, info, words, str(folder))
-        self.writer.tables = cast(Any, WatchedTables(self.writer.tables, self.live))
+        self.writer.tables = WatchedTables(self.writer.tables, self.live)
         self.writer.listeners.append(lambda number, _: self._check_live(number))
 
     def _check_live(self, number: int) -> None:

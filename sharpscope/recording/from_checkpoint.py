@@ -523,7 +523,7 @@ def _advantage(rows: StepRows, method: Method) -> Tensor:
 
 def _check_method(rows: StepRows, method: Method) -> None:
     """Refuse a method whose first update is not made of the tokens' coefficients, or needs what was not recorded."""
-    known: Any = rows.frame[rows.known]
+    known = rows.frame[rows.known]
     name = method.name or "method"
     if known["loss_coef"].notna().any():
         raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import pandas as pd
@@ -103,16 +103,22 @@ class LiveCheck:
         return Recorded(**tables, info=self.info, words=self.words, path=self.path)
 
 
+class Tables(Protocol):
+    """What takes rows of tables."""
+
+    def append(self, table: str, columns: Mapping[str, object]) -> object:
+        """Take rows."""
+
+
 class WatchedTables:
     """A writer of tables whose rows a live check sees, too."""
 
-    def __init__(self, tables: Any, live: LiveCheck) -> None:
+    def __init__(self, tables: Tables, live: LiveCheck) -> None:
         self.tables, self.live = tables, live
 
-    def append(self, table: str, columns: Any) -> None:
+    def append(self, table: str, columns: Mapping[str, object]) -> None:
         """Write rows, and show them to the check."""
-        if isinstance(columns, Mapping):
-            self.live.append(table, columns)
+        self.live.append(table, columns)
         self.tables.append(table, columns)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from sharpscope import distributed
 from sharpscope.policy.directions import length
 from sharpscope.policy.guard import group_names
-from sharpscope.policy.sharding import copies, is_shard
+from sharpscope.policy.sharding import copies, is_shard, local_part
 
 
 @dataclass(frozen=True)
@@ -64,12 +63,11 @@ def squares(parts: Iterable[Tensor | None]) -> list[float]:
     found = list[float]()
     shards = list[int]()
     for number, part in enumerate(parts):
-        local: Any = part
         if part is None:
             found.append(0.0)
         elif is_shard(part):
             shards.append(number)
-            square = length(local.to_local()) ** 2
+            square = length(local_part(part)) ** 2
             found.append(square / copies(part))
         else:
             found.append(length(part) ** 2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from sharpscope.policy.guard import guarded
 from sharpscope.policy.sharding import is_sharded, reshard, unsharded
 
 
-def check_language_model(model: Any) -> None:
+def check_language_model(model: nn.Module) -> None:
     """Raise UserError where a model has no log-probabilities of next tokens: classifiers, reward models, encoder-decoders."""
     find = getattr(model, "get_output_embeddings", None)
     value_head = hasattr(model, "v_head")
@@ -30,16 +29,16 @@ def check_language_model(model: Any) -> None:
 
 
 @contextmanager
-def original_forward(model: Any) -> Iterator[None]:
+def original_forward(model: nn.Module) -> Iterator[None]:
     """Context in which `model.forward` is the model's own; accelerate replaces it by one that computes in bf16 (autocast)."""
     replaced = vars(model).get("forward")
     if replaced is not None and hasattr(model, "_original_forward"):
-        model.forward = model._original_forward
+        vars(model)["forward"] = model._original_forward
     try:
         yield
     finally:
         if replaced is not None:
-            model.forward = replaced
+            vars(model)["forward"] = replaced
 
 
 @contextmanager
@@ -51,7 +50,7 @@ def statistics_of(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def first_forward(model: Any) -> None:
+def first_forward(model: nn.Module) -> None:
     """Run a sharded model once: FSDP2 requires that its first forward pass is of the whole model."""
     if is_sharded(model):
         # a process that has failed takes no part in the exchanges of weights that follow one

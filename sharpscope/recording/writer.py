@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from sharpscope.config.run import RecordingSpec
 from sharpscope.policy import Head
+from sharpscope.recording.live import Tables
 from sharpscope.recording.rows import id_columns, rollout_columns, token_columns, update_columns
-from sharpscope.recording.run_folder import NoWriter
 from sharpscope.recording.step import RolloutBatch, StepResult
 from sharpscope.rules.judging import Event
-from sharpscope.traces import TraceWriter
+from sharpscope.traces import Row
 
 _CLIPS = ("clip_fraction_low", "clip_fraction_high")
 _ABSENT: dict[str, dict[str, tuple[str, ...]]] = {
@@ -58,15 +57,15 @@ class FinishedStep:
     number: int
     batch: RolloutBatch
     result: StepResult
-    row: dict[str, Any]  # of the steps table, without its timing columns
+    row: Row  # of the steps table, without its timing columns
     measured: Mapping[str, Tensor] = field(default_factory=dict)
     """Measured columns of the tokens table, (N, T) each, NaN where nothing was measured."""
     by_layer: Mapping[tuple[int, int], Mapping[str, float]] = field(default_factory=dict)
     """Norms by layer of tokens (rollout, position)."""
     written: tuple[Tensor, float] | None = None
     """Rollouts whose tokens are written, (N,) bool, and the share of groups that are; None: all."""
-    probes: Iterable[Mapping[str, Any]] = ()  # columns of the probes table
-    later_uses: Mapping[str, Any] | None = None  # columns of the table uses, without `step`
+    probes: Iterable[Mapping[str, object]] = ()  # columns of the probes table
+    later_uses: Mapping[str, np.ndarray] | None = None  # columns of the table uses, without `step`
     given: frozenset[str] = EVERYTHING  # what the training gives, of EVERYTHING
 
 
@@ -79,7 +78,7 @@ class StepWriter:
 
     def __init__(
         self,
-        tables: TraceWriter | NoWriter,
+        tables: Tables,
         spec: RecordingSpec,
         head: Head | None,
         temperature: float,
@@ -90,7 +89,7 @@ class StepWriter:
         self.spec = spec
         self.head = head
         self.temperature, self.ids = temperature, ids
-        self.listeners: list[Callable[[int, Mapping[str, Any]], None]] = []
+        self.listeners: list[Callable[[int, Mapping[str, object]], None]] = []
 
     def events(self, events: Iterable[Event]) -> None:
         """Write events."""
@@ -100,7 +99,7 @@ class StepWriter:
     def write(self, step: FinishedStep, seconds: Callable[[], Mapping[str, float]]) -> None:
         """Write a step; `seconds`, called when its large tables are written, gives the timing columns of its row."""
         spec, number = self.spec, step.number
-        common = {"step": number}
+        common: Row = {"step": number}
         if spec.rollouts_every and number % spec.rollouts_every == 0:
             ids = id_columns(step.batch.rollouts) if self.ids else {}
             self._append("rollouts", step, rollout_columns(number, step.batch) | ids)
@@ -134,7 +133,7 @@ class StepWriter:
         kept = step.written[0].numpy()[step.later_uses["rollout"]]
         return {name: values[kept] for name, values in step.later_uses.items()}
 
-    def _append(self, table: str, step: FinishedStep, columns: dict[str, Any]) -> dict[str, Any]:
+    def _append(self, table: str, step: FinishedStep, columns: Row) -> Row:
         """Write columns without those that the training does not give; returns them."""
         for what, absent in _ABSENT.items():
             if what not in step.given:
