@@ -18,7 +18,7 @@ LIMITS = {
     "nodes a line": 7.4,
     "nodes a line of one module": 10.5,
     "circles": 0,
-    "Any": 460,
+    "Any": 160,
 }
 """Largest values that are allowed."""
 
