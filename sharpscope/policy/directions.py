@@ -15,6 +15,8 @@ from torch import Tensor
 
 from sharpscope.policy.sharding import local_part, sum_over_parts
 
+BLOCK = 2**17
+"""Numbers that are read as float64 at once on a CPU: a whole copy takes ten times as long."""
 NOISE_BOUND = 90.0
 """The largest noise rotation that can be estimated [degrees]; at it the estimate says "at least", not "equal"."""
 
@@ -97,10 +99,16 @@ def _sums(first: Gradient, second: Gradient, terms: Terms, *, count: int) -> lis
     return sum_over_parts(each(), count)
 
 
+def dot(first: Tensor, second: Tensor) -> float:
+    """⟨a, b⟩ of two tensors, accumulated in float64; on a CPU in blocks, as in `length`."""
+    size = BLOCK if first.device.type == "cpu" else max(1, first.numel())
+    blocks = zip(first.reshape(-1).split(size), second.reshape(-1).split(size), strict=True)
+    return math.fsum(float(a.double() @ b.double()) for a, b in blocks)
+
+
 def length(vector: Tensor) -> float:
     """‖v‖ accumulated in float64: a float32 sum of 1e8 squares on a CPU is 3 % too small."""
     if vector.device.type != "cpu":
         return float(torch.linalg.vector_norm(vector, dtype=torch.float64))
-    # In blocks: a whole copy in float64 takes ten times as long on a CPU.
-    blocks = vector.detach().reshape(-1).split(2**17)
+    blocks = vector.detach().reshape(-1).split(BLOCK)
     return math.sqrt(sum(float(block @ block) for block in map(Tensor.double, blocks)))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from sharpscope.errors import UserError, first_line
-from sharpscope.policy.directions import inner
+from sharpscope.policy.directions import dot, inner
+from sharpscope.policy.sharding import local_part, sum_over_parts
 from sharpscope.tokens.muon import Muon, matrix_step
 
 Part = Tensor | None
@@ -369,32 +370,36 @@ def batch_share(optimizer: torch.optim.Optimizer) -> float:
     decay and the present gradient's term Δ_own. Parts of sharded tensors are summed over the processes. NaN for another optimizer.
     """
     optimizer = unwrapped(optimizer)
-    own = list[Part]()
-    total = list[Part]()
-    scaled = list[Part]()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter, {})
-            g = parameter.grad
-            if g is None:
-                continue
-            rate = float(group["lr"])
-            if isinstance(optimizer, torch.optim.Adam):
-                beta1, beta2 = (float(beta) for beta in group["betas"])
-                correction = math.sqrt(1 - beta2 ** float(state["step"]))
-                root = state["exp_avg_sq"].sqrt().div_(correction).add_(group["eps"])
-                rate /= 1 - beta1 ** float(state["step"])
-                average = state["exp_avg"]
-                weight = 1 - beta1
-            elif isinstance(optimizer, torch.optim.SGD) and "momentum_buffer" in state:
-                average = state["momentum_buffer"]
-                weight = 1 - float(group["dampening"])
-                root = torch.ones_like(average)
-            else:
-                return math.nan
-            sign = -1.0 if group.get("maximize") else 1.0
-            own.append(g * (weight * rate * sign))
-            total.append(average * rate)
-            scaled.append(average * rate / root)
-    whole = inner(total, scaled)
-    return inner(own, scaled) / whole if whole > 0 else math.nan
+
+    def each() -> Iterator[tuple[Tensor, list[float]]]:
+        """Each gradient, which has its place, and its terms of the two sums; one at a time, so that no copy of all is needed."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                g = parameter.grad
+                if g is not None:
+                    yield g, _shared_terms(optimizer, group, parameter, g)
+
+    own, whole = sum_over_parts(each(), 2)
+    return own / whole if whole > 0 else math.nan
+
+
+def _shared_terms(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, g: Tensor
+) -> list[float]:
+    """s·Δ_own·Δ and s·Δ² of a parameter, see `batch_share`; NaN for an optimizer that has no such step."""
+    state = optimizer.state.get(parameter, {})
+    rate = float(group["lr"])
+    if isinstance(optimizer, torch.optim.Adam):
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        correction = math.sqrt(1 - beta2 ** float(state["step"]))
+        root = local_part(state["exp_avg_sq"]).sqrt().div_(correction).add_(group["eps"])
+        rate /= 1 - beta1 ** float(state["step"])
+        average, weight = local_part(state["exp_avg"]), 1 - beta1
+        scaled = average / root
+    elif isinstance(optimizer, torch.optim.SGD) and "momentum_buffer" in state:
+        scaled = average = local_part(state["momentum_buffer"])
+        weight = 1 - float(group["dampening"])
+    else:
+        return [math.nan, math.nan]
+    sign = -1.0 if group.get("maximize") else 1.0
+    return [rate**2 * weight * sign * dot(local_part(g), scaled), rate**2 * dot(average, scaled)]
