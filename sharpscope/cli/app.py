@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import warnings
@@ -102,12 +103,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _help(command: Callable[..., None]) -> str:
+    """Its docstring with each paragraph on one line, which the terminal wraps; examples stay as they are."""
+    parts = (inspect.getdoc(command) or "").split("\n\n")
+    return "\n\n".join(
+        part if part.startswith("Example") else " ".join(part.split()) for part in parts
+    )
+
+
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, rich_help_panel=panel)
         else:
-            app.command(name, rich_help_panel=panel)(command)
+            app.command(name, help=_help(command), rich_help_panel=panel)(command)
 
 _options = {"debug": False}
 

@@ -73,7 +73,7 @@ def tell(text: str) -> None:
     say(f"  {text}", err=True)
 
 
-METHODS = "Methods, separated by commas: [label=]name[+field=value…]; a name is a method, or module:function."
+METHODS = "Methods, separated by commas: name[+field=value…] or label=name…; a name is a method, or module:function."
 Runs = Annotated[list[Path], Argument(help="Run folders, or folders of runs.")]
 Model = Annotated[
     str | None, Option(help="embedded:NAME, a model folder, or a Hugging Face Hub id.")

@@ -31,9 +31,11 @@ def export(
     """Export curves to a logger, or runs as packed or reduced data.
 
     trackio also gets what was found as alerts, the leading tokens of measured steps as traces, and the page as an artifact.
-    packed: finished runs in one Parquet file per table; commands that read runs also read it. reduced: finished runs without
-    texts and with a sample of their tokens, a few hundred kilobytes each, from which claims, tables and figures are the
-    same; runs already in --out are kept. Neither has checkpoints.
+
+    packed: finished runs in one Parquet file per table, without checkpoints; commands that read runs also read it.
+
+    reduced: finished runs without checkpoints and texts and with a sample of their tokens, a few hundred kilobytes each, from
+    which claims, tables and figures are the same; runs already in --out are kept.
 
     Examples:
       sharpscope export runs/first --to tensorboard --out logs --follow

@@ -43,10 +43,10 @@ def fork(
         list[str] | None, Option(help="50 or step-000050; 0: the start. Repeatable.")
     ] = None,
     step: Annotated[
-        int | None, Option("--step", "--from", min=1, help="Step that --without makes again.")
+        int | None, Option("--step", "--from", min=1, metavar="N", help="Step that --without makes again.")
     ] = None,
     to: Annotated[
-        int | None, Option(min=1, help="Make all steps from --from to this one again.")
+        int | None, Option(min=1, metavar="N", help="Make all steps from --from to this one again.")
     ] = None,
     without: Annotated[
         list[str] | None,
@@ -63,7 +63,7 @@ def fork(
     ] = None,
     methods: Annotated[str | None, Option(help=f"{METHODS} The first is the reference.")] = None,
     batches: Annotated[
-        int | None, Option(min=1, help="Batches of rollouts per state. Default: 30.")
+        int | None, Option(min=1, metavar="N", help="Batches of rollouts per state. Default: 30.")
     ] = None,
     outcomes: Annotated[
         str | None, Option(help="failure,entropy (the default), greedy, sharpness.")

@@ -130,7 +130,7 @@ def run(
         Path | None, Argument(help="YAML file of a run or a sweep, see experiments/.")
     ] = None,
     method: Annotated[
-        str | None, Option("--method", "-m", help="[label=]name[+field=value…], a method.")
+        str | None, Option("--method", "-m", help="name[+field=value…] or label=name…, a method.")
     ] = None,
     methods: Annotated[str | None, Option(help=f"{METHODS} Makes a sweep.")] = None,
     seeds: Annotated[str | None, Option(help="Seeds, separated by commas. Makes a sweep.")] = None,

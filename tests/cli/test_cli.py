@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+import typer
+from rich.text import Text
 from typer.testing import CliRunner
 
 from sharpscope import training
@@ -167,6 +169,23 @@ def test_every_command_has_help_with_an_example_and_its_place():
     for command in some(listed):
         shown = runner.invoke(app, [command, "--help"], terminal_width=200)
         assert shown.exit_code == 0 and f"sharpscope {command}" in shown.output, command
+
+
+def test_help_keeps_its_brackets_and_cuts_nothing_at_80_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = typer.main.get_command(app).commands
+    for name, command in some(commands.items()):
+        shown = CliRunner().invoke(app, [name, "--help"]).output
+        lines = [line.rstrip() for line in shown.splitlines()]
+        assert max(map(len, lines)) == 80  # those of its tables
+        for parameter in command.params:
+            if (text := getattr(parameter, "help", None)) is not None:
+                assert Text.from_markup(text).plain == text  # rich takes [label=] for a style
+            if parameter.param_type_name == "option":
+                assert not [option for option in parameter.opts if option not in shown], name
+        paragraphs = command.help.split("\n\n")
+        flowing = [part for part in paragraphs if not part.startswith("Example")]
+        assert flowing and not [part for part in flowing if "\n" in part], name
 
 
 @pytest.mark.parametrize("command", REPLACED)
