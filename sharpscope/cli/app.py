@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -103,22 +104,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def _help(command: Callable[..., None]) -> str:
-    """Its docstring with each paragraph on one line, which the terminal wraps; examples stay as they are."""
-    parts = (inspect.getdoc(command) or "").split("\n\n")
-    return "\n\n".join(
-        part if part.startswith("Example") else " ".join(part.split()) for part in parts
-    )
-
-
 for panel, commands in PANELS.items():
     for name, command in commands.items():
         if isinstance(command, typer.Typer):
             app.add_typer(command, name=name, rich_help_panel=panel)
         else:
-            app.command(name, help=_help(command), rich_help_panel=panel)(command)
+            # paragraphs on one line, which the terminal wraps; the examples are indented
+            text = re.sub(r"(?<=\S)\n(?=\S)", " ", inspect.cleandoc(command.__doc__ or ""))
+            app.command(name, help=text, rich_help_panel=panel)(command)
 
 _options = {"debug": False}
 

@@ -43,7 +43,8 @@ def fork(
         list[str] | None, Option(help="50 or step-000050; 0: the start. Repeatable.")
     ] = None,
     step: Annotated[
-        int | None, Option("--step", "--from", min=1, metavar="N", help="Step that --without makes again.")
+        int | None,
+        Option("--step", "--from", min=1, metavar="N", help="Step that --without makes again."),
     ] = None,
     to: Annotated[
         int | None, Option(min=1, metavar="N", help="Make all steps from --from to this one again.")

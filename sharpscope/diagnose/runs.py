@@ -47,7 +47,10 @@ def sources(path: Path) -> list[Source]:
         UserError: nothing there can be read.
     """
     if not path.exists():
-        raise UserError(f"{path}: does not exist; give {READS}")
+        # a trainer writes it into each of its checkpoints
+        below = any(path.parent.glob(f"*/{path.name}"))
+        near = f"; give {path.parent}, which has it below" if below else f"; give {READS}"
+        raise UserError(f"{path}: does not exist{near}")
     if path.is_dir() and (path / "run.json").is_file():
         from sharpscope.diagnose.own import own_run
 

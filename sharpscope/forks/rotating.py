@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,15 +211,15 @@ def rotate(
             "more prompts (--set rollout.prompts_per_step=64) or a task of another difficulty"
         )
     by_name = methods is not None
-    remaining = Remaining(batches)
-    rows = _measured(start, first, chosen, by_name, tell)
+    left = map(Remaining(batches * len(chosen)).after, count())
+    rows = _measured(start, first, chosen, by_name, tell, left)
     frames = [_frame(rows, chosen, 1)]
     described = _described(start, first, run, batches)
     for number in range(2, batches + 1):
-        tell(f"batch {number}/{batches}: drawing completions{remaining.after(number - 1)}")
+        tell(f"batch {number}/{batches}: drawing completions")
         batch = start.draw(number - 1)
         if batch.zero_variance_share < 1:
-            of_batch = _measured(start, batch, chosen, by_name, tell)
+            of_batch = _measured(start, batch, chosen, by_name, tell, left)
             frames.append(_frame(of_batch, chosen, number))
     each = pd.concat(frames, ignore_index=True)
     table = _summary(each, chosen, {name: row.get("halves", ()) for name, row in rows.items()})
@@ -250,7 +251,12 @@ def _described(
 
 
 def _measured(
-    start: _Start, batch: RolloutBatch, chosen: Mapping[str, Method], by_name: bool, tell: Tell
+    start: _Start,
+    batch: RolloutBatch,
+    chosen: Mapping[str, Method],
+    by_name: bool,
+    tell: Tell,
+    left: Iterator[str],
 ) -> dict[str, dict[str, Any]]:
     """The row of each method on a batch; a problem of a method that was asked for by name is raised."""
     stats = start.scorer.statistics(batch.rollouts)
@@ -262,7 +268,7 @@ def _measured(
     }
     order = sorted(chosen, key=lambda name: list(against.values()).index(against[name]))
     for number, name in enumerate(order, 1):
-        tell(f"{number}/{len(chosen)} {name}")
+        tell(f"{number}/{len(chosen)} {name}{next(left)}")
         try:
             rows[name] = start.measured(name, batch, stats)
         except UserError as problem:

@@ -265,6 +265,16 @@ def test_what_cannot_be_read_is_one_line(content, name, message, tmp_path):
         diagnose(tmp_path / name)
 
 
+def test_a_missing_file_that_lies_in_checkpoints_names_the_folder(tmp_path):
+    """TRL and transformers write trainer_state.json into each checkpoint, and at the end only if asked."""
+    with pytest.raises(UserError, match="does not exist; give a run of sharpscope"):
+        diagnose(tmp_path / "trainer_state.json")
+    (tmp_path / "checkpoint-5").mkdir()
+    (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}")
+    with pytest.raises(UserError, match=f"does not exist; give {tmp_path}, which has it below"):
+        diagnose(tmp_path / "trainer_state.json")
+
+
 def test_a_nan_in_a_csv_was_logged_and_an_empty_cell_was_not(tmp_path):
     file = tmp_path / "log.csv"
     file.write_text("step,reward,loss\n1,0.5,\n2,0.4,nan\n3,,0.1\n")

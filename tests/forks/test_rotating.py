@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import sharpscope
+from sharpscope import progress
 from sharpscope.analysis import plots
 from sharpscope.cli import app
 from sharpscope.config import build_config
@@ -177,6 +180,24 @@ def test_the_share_of_the_gradient_that_a_selection_keeps(tiny_policy):
     angle, scale = math.radians(found["update_rotation"]), found["update_scale"]
     wanted = math.hypot(1 - scale * math.cos(angle), scale * math.sin(angle))
     assert found["update_difference"] == pytest.approx(wanted)
+
+
+def test_how_long_all_batches_take_is_said_from_the_second_method_on(tiny_policy, monkeypatch):
+    """A clock on which a method takes 100 s: two methods on three batches take 600 s."""
+    lines: list[str] = []
+    clock = SimpleNamespace(monotonic=lambda: 100.0 * len([x for x in lines if "/2 " in x]))
+    monkeypatch.setattr(progress, "time", clock)
+    rotate(
+        ["gspo", "dapo"],
+        model=str(tiny_policy),
+        overrides=FRESH,
+        batches=3,
+        on_progress=lines.append,
+    )
+    said = [re.sub("gspo|dapo", "NAME", line) for line in lines if "/2 " in line]
+    left = ["", "  about 8 min left", "  about 7 min left", "  about 5 min left"]
+    left += ["  about 3 min left", "  about 2 min left"]
+    assert said == [f"{n % 2 + 1}/2 NAME{text}" for n, text in enumerate(left)]
 
 
 def test_all_methods_on_a_fresh_batch(tiny_policy):
