@@ -184,6 +184,8 @@ NOTEBOOKS = sorted((ROOT / "docs" / "tutorials").glob("*.ipynb"))
 
 SHORT = ("does_my_weighting_act", "how_sharp_is_my_checkpoint")
 """Run with the first layer of the policy alone."""
+FEWER = {"explore_traces": ("STEPS = 40\n", "STEPS = 3\n")}
+"""A notebook that trains, and the line that makes its training short here; it keeps its first numbers for the full one."""
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -206,9 +208,13 @@ def test_a_notebook_runs(notebook: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", cut)
     names: dict[str, Any] = {"__name__": "__main__"}
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        if cell["cell_type"] == "code":
-            run_cell("".join(cell["source"]), names)
+    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    if notebook.stem in FEWER:
+        assert FEWER[notebook.stem][0] in sources[0]
+        sources[0] = sources[0].replace(*FEWER[notebook.stem])
+    for source in some(sources):
+        run_cell(source, names)
 
 
 def here(elsewhere: Any, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
