@@ -40,7 +40,12 @@ def train_with_a_bug(out: Path, seed: int, on_step: Callable[[int], None]) -> No
     examples = task.splits()["train"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
     recorder = record(
-        model, optimizer, tokenizer=tokenizer, out=out, steps=STEPS, critical_sharpness=False
+        model,
+        optimizer,
+        tokenizer=tokenizer,
+        out=out,
+        steps=STEPS,
+        critical_sharpness=False,
     )
     torch.manual_seed(seed)
     for step in range(STEPS):
@@ -78,7 +83,9 @@ def train_with_a_bug(out: Path, seed: int, on_step: Callable[[int], None]) -> No
 
 @torch.no_grad()
 def draw(
-    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerBase, rows: list[Example]
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: list[Example],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Draw a completion of each row; returns ids, attention mask and mask of the completions, each (N, L)."""
     prompts = [row.prompt + row.prefill for row in rows]
@@ -108,7 +115,10 @@ def draw(
 
 
 def log_probabilities(
-    model: Qwen2ForCausalLM, ids: Tensor, attention: Tensor, temperature: float = 1.0
+    model: Qwen2ForCausalLM,
+    ids: Tensor,
+    attention: Tensor,
+    temperature: float = 1.0,
 ) -> Tensor:
     """(N, L - 1) ln π of each token after the first, at a temperature."""
     positions = (attention.cumsum(1) - 1).clamp(min=0)

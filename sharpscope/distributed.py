@@ -214,7 +214,9 @@ def sum_gradients(parameters: Sequence[Tensor]) -> None:
     if world_size() == 1 or not replicated:
         return
     used = torch.tensor(
-        [p.grad is not None for p in replicated], dtype=torch.int32, device=replicated[0].device
+        [p.grad is not None for p in replicated],
+        dtype=torch.int32,
+        device=replicated[0].device,
     )
     dist.all_reduce(used, op=dist.ReduceOp.MAX)
     for parameter, is_used in zip(replicated, used.tolist(), strict=True):

@@ -32,7 +32,13 @@ class CheckError(UserError):
     largest relative error, `tolerance` the largest that is allowed for the model's precision.
     """
 
-    def __init__(self, message: str, probe: str, error: float, tolerance: float) -> None:
+    def __init__(
+        self,
+        message: str,
+        probe: str,
+        error: float,
+        tolerance: float,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.probe = probe

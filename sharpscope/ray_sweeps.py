@@ -110,7 +110,9 @@ def options(config: RunConfig, threads: int, cluster: Mapping[str, float]) -> di
 
 
 def _endings(
-    ray: ModuleType, waiting: dict[object, PlannedRun], tell: Callable[[str], None]
+    ray: ModuleType,
+    waiting: dict[object, PlannedRun],
+    tell: Callable[[str], None],
 ) -> dict[PlannedRun, tuple[Ending, str]]:
     """How the runs of the tasks end. After Ctrl-C active ones end with a checkpoint and others do not start; a second one raises."""
     found: dict[PlannedRun, tuple[Ending, str]] = {}

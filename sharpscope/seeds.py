@@ -17,7 +17,10 @@ def derive(seed: int, purpose: str, *parts: int) -> int:
 
 
 def generator(
-    seed: int, purpose: str, *parts: int, device: torch.device | str = "cpu"
+    seed: int,
+    purpose: str,
+    *parts: int,
+    device: torch.device | str = "cpu",
 ) -> torch.Generator:
     """New torch generator with the seed of `derive`."""
     return torch.Generator(device=device).manual_seed(derive(seed, purpose, *parts))

@@ -44,7 +44,9 @@ class SweepPart(Spec):
         default_factory=dict, description="Configuration fields, nested, common to all runs."
     )
     methods: tuple[str, ...] = Field(
-        ("grpo", "grpo-sg"), min_length=1, description="Methods, as [label=]name[+field=value…]."
+        ("grpo", "grpo-sg"),
+        min_length=1,
+        description="Methods, as [label=]name[+field=value…].",
     )
     settings: tuple[Settings, ...] = Field(
         ({},),
@@ -139,7 +141,9 @@ def read_sweep(source: Path | Mapping[str, object]) -> SweepSpec:
 
 
 def plan_sweep(
-    spec: SweepSpec, only: Sequence[str] = (), changes: Mapping[str, object] | None = None
+    spec: SweepSpec,
+    only: Sequence[str] = (),
+    changes: Mapping[str, object] | None = None,
 ) -> list[PlannedRun]:
     """Plan every run of a sweep, in the order parts, seeds, settings, methods, so that early runs can be compared.
 
@@ -169,7 +173,9 @@ def plan_sweep(
 
 
 def _plan_part(
-    spec: SweepSpec, part: SweepPart, changes: Mapping[str, object]
+    spec: SweepSpec,
+    part: SweepPart,
+    changes: Mapping[str, object],
 ) -> Iterator[PlannedRun]:
     base = merge(spec.base, part.base) if part is not spec else dict(spec.base)
     # Validated here, so that a wrong method is one error and not one for each run.

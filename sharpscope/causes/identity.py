@@ -92,7 +92,10 @@ def identity(
     entry = dict(_TEXTS[measure.__name__])
     healthy = Healthy(**entry.pop("healthy"))
     REGISTRY[measure.__name__] = Identity(
-        name=measure.__name__, measure=measure, healthy=healthy, **entry
+        name=measure.__name__,
+        measure=measure,
+        healthy=healthy,
+        **entry,
     )
     return measure
 

@@ -107,7 +107,9 @@ _when("mixed_groups", "one_prompt_a_group")
 
 
 _when(  # most groups, not a few whose prompts have one likely answer
-    "equal_completions", "equal_completions", lambda facts: facts["share"] > 0.5
+    "equal_completions",
+    "equal_completions",
+    lambda facts: facts["share"] > 0.5,
 )
 
 
@@ -133,7 +135,9 @@ _when("wrong_end_token", "special_tokens")
 
 
 _when(
-    "mask_shifted", "end_in_loss", lambda facts: facts["before"] > 1
+    "mask_shifted",
+    "end_in_loss",
+    lambda facts: facts["before"] > 1,
 )  # and one common token before
 
 
@@ -426,7 +430,13 @@ def name_causes(results: Mapping[str, Result], recorded: Recorded) -> list[Cause
     return list(causes.values())
 
 
-def _cause(name: str, rule: str, result: Result, facts: Facts, recorded: Recorded) -> Cause:
+def _cause(
+    name: str,
+    rule: str,
+    result: Result,
+    facts: Facts,
+    recorded: Recorded,
+) -> Cause:
     """A cause with its words."""
     texts, healthy = _TEXTS[rule], result.identity.healthy
     step = int(facts.get("step", facts.get("onset", 1)) or 1)
@@ -443,7 +453,13 @@ def _cause(name: str, rule: str, result: Result, facts: Facts, recorded: Recorde
         f"(limit {result.identity.threshold:g})"
     )
     said = {part: text.format_map(values) for part, text in (texts | {"change": changes}).items()}
-    return Cause(name=name, step=step, wrong=wrong, identity=result.identity.name, **said)
+    return Cause(
+        name=name,
+        step=step,
+        wrong=wrong,
+        identity=result.identity.name,
+        **said,
+    )
 
 
 def _text(value: object) -> object:

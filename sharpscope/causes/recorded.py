@@ -160,13 +160,21 @@ class Recorded:
         size = np.bincount(group[rows])
         longest = drawn.groupby(group)["length"].max().to_numpy()
         _, first, same, count = np.unique(
-            self.prefix[drawn.index], return_index=True, return_inverse=True, return_counts=True
+            self.prefix[drawn.index],
+            return_index=True,
+            return_inverse=True,
+            return_counts=True,
         )
         shared = count == size[group[first]]
         nats = np.bincount(same, -drawn["logp"].to_numpy(float)) / count
         total = np.bincount(group[first][shared], nats[shared], minlength=len(size))
         tokens = np.bincount(group[first][shared], minlength=len(size))
-        found = {"size": size, "longest": longest, "tokens": tokens, "evidence": (size - 1) * total}
+        found = {
+            "size": size,
+            "longest": longest,
+            "tokens": tokens,
+            "evidence": (size - 1) * total,
+        }
         return pd.DataFrame(found)[size > 1]
 
 

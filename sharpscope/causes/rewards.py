@@ -182,7 +182,13 @@ def reward_of_completion(recorded: Recorded) -> Measured | None:
         shifted = rows.groupby("step")["reward"].transform(np.roll, shift=offset)
         moved[offset] = _differing(rows, shifted, key)[1] / pairs
     best = min(moved, key=lambda offset: moved[offset])
-    return measured(differing / pairs, pairs=pairs, step=step, offset=best, moved=moved[best])
+    return measured(
+        differing / pairs,
+        pairs=pairs,
+        step=step,
+        offset=best,
+        moved=moved[best],
+    )
 
 
 def _differing(rows: pd.DataFrame, reward: pd.Series, key: pd.Series) -> tuple[int, int]:

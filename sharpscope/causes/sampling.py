@@ -126,7 +126,15 @@ def improbable_tokens(recorded: Recorded) -> Measured | None:
         return None
     odd = inner[inner["surprise"] > IMPROBABLE]
     if odd.empty:
-        return measured(0, count=0, token=-1, same=0.0, last=0.0, rows=[], step=0)
+        return measured(
+            0,
+            count=0,
+            token=-1,
+            same=0.0,
+            last=0.0,
+            rows=[],
+            step=0,
+        )
     ids = odd["token_id"].value_counts()  # the most frequent first
     most = ids.iloc[0]
     at_end = odd["position"] == odd["length"] - 1

@@ -87,7 +87,11 @@ def methods(
         bound = method_rotation_bound(note.method.at(0.0))
         shown = f"{bound:.1f}°" if bound else ""
         table.add_row(
-            each, escape(note.differs), f"as {same}" if same else "", shown, escape(note.source)
+            each,
+            escape(note.differs),
+            f"as {same}" if same else "",
+            shown,
+            escape(note.source),
         )
     console.print(table)
     console.print(

@@ -63,7 +63,12 @@ def export(
     else:
         paths = [run.path for run in loaded.by_name.values()]
         for name, count in loggers.export(
-            paths, to, out, project=project, online=online, follow=follow
+            paths,
+            to,
+            out,
+            project=project,
+            online=online,
+            follow=follow,
         ).items():
             say(f"{name}: {count} values")
         view = {
@@ -108,7 +113,9 @@ def import_(
     from sharpscope.integrations.importers import Options, import_files, recognize
 
     pairs = read_pairs(
-        "--columns", [part for given in columns or () for part in split(given)], "logp=logprobs"
+        "--columns",
+        [part for given in columns or () for part in split(given)],
+        "logp=logprobs",
     )
     kind = recognize(source) if kind == "auto" else kind
     if pairs and kind != "jsonl":

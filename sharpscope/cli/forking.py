@@ -139,7 +139,11 @@ def _methods(run: Path | None, **given: Any) -> None:
 
 
 def _without(
-    run: Path | None, step: int | None, sets: list[str], extra: str | None, **given: Any
+    run: Path | None,
+    step: int | None,
+    sets: list[str],
+    extra: str | None,
+    **given: Any,
 ) -> None:
     """Make a step, or several, with and without some tokens, and print what each does."""
     from sharpscope.analysis.forks import without_sections

@@ -233,7 +233,14 @@ class Pictures:
             prompts = torch.tensor(objective.batch.prompts)
             few = surface.prompts(prompts < (spec.curvature_prompts or len(prompts)))
             probes = spec.density_probes or 4
-            made = tables(few, rho=rho, seed=SEED, density_probes=probes, path=path, tell=tell)
+            made = tables(
+                few,
+                rho=rho,
+                seed=SEED,
+                density_probes=probes,
+                path=path,
+                tell=tell,
+            )
         self.out.mkdir(parents=True, exist_ok=True)
         for name, table in made.items():
             rows = self._tables.setdefault(name, [])
@@ -318,7 +325,12 @@ def _checkpoints(
         if "adamw" in spec.operators:
             optimizer = build_optimizer(policy.model, config.optimizer)
             restore(checkpoint, policy, optimizer)
-        options = {"radius": radius, "backend": backend, "optimizer": optimizer, "tell": tell}
+        options = {
+            "radius": radius,
+            "backend": backend,
+            "optimizer": optimizer,
+            "tell": tell,
+        }
         for measured in run(policy.model, batches, spec, **options):  # type: ignore[arg-type]
             radius = measured.radius
             yield f"step {step}", step, measured
@@ -329,7 +341,12 @@ def _checkpoints(
 
 
 def _replay(
-    source: Path, model: str, out: Path, *, temperature: float | None, **options: Any
+    source: Path,
+    model: str,
+    out: Path,
+    *,
+    temperature: float | None,
+    **options: Any,
 ) -> None:
     """Copy an imported run, or write a dumped batch as a run, with what a recorded step would have had at `model`."""
     from sharpscope.integrations.importers import probe_rollouts

@@ -211,7 +211,10 @@ def run(
 
 
 def _check_lists(
-    method: str | None, methods: str | None, seed: int | None, seeds: str | None
+    method: str | None,
+    methods: str | None,
+    seed: int | None,
+    seeds: str | None,
 ) -> None:
     """Refuse a list beside its single value, and one that names nothing."""
     from sharpscope.errors import UserError

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from sharpscope.config import ClaimsSpec
 
 study = typer.Typer(
-    name="study", help="Studies: what they can decide, rules and verdicts.", no_args_is_help=True
+    name="study",
+    help="Studies: what they can decide, rules and verdicts.",
+    no_args_is_help=True,
 )
 
 BaselineOption = Annotated[
@@ -135,7 +137,9 @@ def claims(
     laid_out = _study(runs, _terms(file, baseline, treatment), treatment, file)
     if file is not None:
         declared = quote(
-            file, declared_rules(laid_out.terms, _radius(file)), laid_out.runs.values()
+            file,
+            declared_rules(laid_out.terms, _radius(file)),
+            laid_out.runs.values(),
         )
         say(declared, err=json)
     verdicts, checks = judge(laid_out, names)
@@ -156,7 +160,9 @@ def claims(
 
 
 def _terms(
-    file: Path | None, baseline: str | None = None, treatment: str | None = None
+    file: Path | None,
+    baseline: str | None = None,
+    treatment: str | None = None,
 ) -> ClaimsSpec:
     """The rules of a study file, or the default ones, with the methods asked for."""
     from sharpscope.analysis.claims.registry import check_terms

@@ -93,7 +93,9 @@ class OptimizerSpec(Spec):
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay of matrices (not of norm gains and biases)."""
     warmup_steps: int = Field(
-        0, ge=0, description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps."
+        0,
+        ge=0,
+        description="Steps of linear warm-up, from lr/warmup_steps; fewer than steps.",
     )
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after warm-up: constant, or linear or cosine decay to zero at the last step."""
@@ -121,7 +123,9 @@ class EvaluationSpec(Spec):
     every: int = Field(25, ge=0)
     """Interval between evaluations, also before the first and after the last step; 0: never [steps]."""
     prompts: int = Field(
-        100, ge=1, description="Prompts per level, from the start of the split's fixed order."
+        100,
+        ge=1,
+        description="Prompts per level, from the start of the split's fixed order.",
     )
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field((0.0, 1.0), min_length=1)
     """Sampling temperatures; 0 is greedy."""
@@ -138,10 +142,14 @@ class RecordingSpec(Spec):
     """What is written to the traces and at which interval; measurements change nothing that training sees."""
 
     rollouts_every: int = Field(
-        1, ge=0, description="Interval of the rollouts table; 0: never [steps]."
+        1,
+        ge=0,
+        description="Interval of the rollouts table; 0: never [steps].",
     )
     tokens_every: int = Field(
-        1, ge=0, description="Interval of the tokens table; 0: never [steps]."
+        1,
+        ge=0,
+        description="Interval of the tokens table; 0: never [steps].",
     )
     token_rows: int = Field(200_000, ge=1)
     """Rows of the tokens table in a step from which only a random sample of its groups with about as many tokens is
@@ -344,7 +352,10 @@ class RunConfig(Spec):
     out: Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")] | None = None
     """Folder of the run; null: runs/<label>-<task>-s<seed>."""
     seed: int = Field(
-        0, ge=0, lt=2**31, description="Seed of training; the task's data has a separate seed."
+        0,
+        ge=0,
+        lt=2**31,
+        description="Seed of training; the task's data has a separate seed.",
     )
     steps: int = Field(100, ge=1, le=1_000_000)
     """Number of steps; each samples rollouts and updates the policy."""
@@ -443,7 +454,10 @@ class ForkSpec(Spec):
     """failure: expected failure on held-out and training prompts; entropy: on the held-out tokens; greedy: accuracy
     of new greedy answers to the held-out prompts; sharpness: SAM sharpness on training prompts."""
     prompts: int = Field(
-        64, ge=2, le=100_000, description="Held-out prompts per batch for the outcomes."
+        64,
+        ge=2,
+        le=100_000,
+        description="Held-out prompts per batch for the outcomes.",
     )
     samples: int = Field(2, ge=1, le=10_000)
     """Completions per held-out prompt; the training prompts get as many in total."""
@@ -491,7 +505,9 @@ def build_config(
 
 
 def read_recorded(
-    folder: Path, values: Mapping[str, object] | None = None, overrides: Sequence[str] = ()
+    folder: Path,
+    values: Mapping[str, object] | None = None,
+    overrides: Sequence[str] = (),
 ) -> RunConfig:
     """The configuration of a recorded run, with `out` set to its folder."""
     file = folder / CONFIG_FILE

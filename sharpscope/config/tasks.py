@@ -35,14 +35,20 @@ class KnightsKnavesSpec(Spec):
     people: People | Annotated[tuple[People, ...], Field(min_length=1)] = 3
     """people per puzzle in train and heldout: one number or a list, 2 to 7"""
     train_size: int = Field(
-        900, ge=1, le=1_000_000, description="training puzzles for each number of people"
+        900,
+        ge=1,
+        le=1_000_000,
+        description="training puzzles for each number of people",
     )
     heldout_size: int = Field(500, ge=0, le=1_000_000)
     """held-out puzzles for each number of people; 0: no such split"""
     unseen_people: tuple[People, ...] = ()
     """numbers of people in the split `unseen`, not used in training, 2 to 7"""
     unseen_size: int = Field(
-        200, ge=0, le=1_000_000, description="puzzles for each unseen number of people"
+        200,
+        ge=0,
+        le=1_000_000,
+        description="puzzles for each unseen number of people",
     )
     style: Literal["compact", "logic_rl"] = "compact"
     """prompt: the puzzle alone, or Logic-RL's chat prompt ending with <think>"""
@@ -72,12 +78,18 @@ class MathSpec(Spec):
     unseen_levels: tuple[Level, ...] = ()
     """levels of difficulty in the split `unseen`, not used in training, 1 to 4"""
     train_size: int = Field(
-        300, ge=1, le=1_000_000, description="training questions for each family and level"
+        300,
+        ge=1,
+        le=1_000_000,
+        description="training questions for each family and level",
     )
     heldout_size: int = Field(100, ge=0, le=1_000_000)
     """held-out questions for each family and level; 0: none"""
     unseen_size: int = Field(
-        100, ge=0, le=1_000_000, description="questions for each family and unseen level"
+        100,
+        ge=0,
+        le=1_000_000,
+        description="questions for each family and unseen level",
     )
     template: Template = Field(
         "{prompt}\n", description="prompt template; the question replaces {prompt}"
@@ -137,7 +149,10 @@ class ToolQaSpec(Spec):
     hops: tuple[Annotated[int, Field(ge=1, le=3)], ...] = Field((1,), min_length=1)
     """facts to chain in train and heldout, 1 to 3"""
     train_size: int = Field(
-        300, ge=1, le=1_000_000, description="training questions for each number of hops"
+        300,
+        ge=1,
+        le=1_000_000,
+        description="training questions for each number of hops",
     )
     heldout_size: int = Field(100, ge=0, le=1_000_000)
     """held-out questions for each number of hops; 0: none"""

@@ -68,7 +68,10 @@ def _rises(done: Positions) -> bool:
 
 
 def _bar_steps(
-    table: Table, places: array[int], at: Positions, done: Positions
+    table: Table,
+    places: array[int],
+    at: Positions,
+    done: Positions,
 ) -> Mapping[int, int]:
     """Row -> step of the bar after it, which trainers draw again below what they print; else of the bar before it.
 

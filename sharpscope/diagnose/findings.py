@@ -253,7 +253,13 @@ def _is_over(rule: Rule, stretch: Stretch, course: Course) -> bool:
     return rule.window > 1 and stretch.last < count - max(WINDOW, count // 10)
 
 
-def _severity(rule: Rule, stretch: Stretch, harmed: bool, helped: bool, over: bool) -> Severity:
+def _severity(
+    rule: Rule,
+    stretch: Stretch,
+    harmed: bool,
+    helped: bool,
+    over: bool,
+) -> Severity:
     """How bad a finding is by what the reward does after it; a step milder if it is over."""
     worst = float(np.nanmax(_inside(stretch)))
     outcome = 0 if harmed else 2 if helped else 1

@@ -73,7 +73,9 @@ class Log:
 
 
 def read_log(
-    path: str | Path, mapping: Mapping[str, str] | None = None, run: str | None = None
+    path: str | Path,
+    mapping: Mapping[str, str] | None = None,
+    run: str | None = None,
 ) -> Log:
     """Read the log of one run (`read_logs`).
 
@@ -88,7 +90,9 @@ def read_log(
 
 
 def read_logs(
-    path: str | Path, mapping: Mapping[str, str] | None = None, run: str | None = None
+    path: str | Path,
+    mapping: Mapping[str, str] | None = None,
+    run: str | None = None,
 ) -> list[Log]:
     """Read the runs of a path (`formats.READS`) and name their quantities.
 

@@ -119,7 +119,9 @@ def by_words(key: str) -> str | None:
 
 
 def name_columns(
-    table: Table, mapping: Mapping[str, str] | None = None, trainer: str | None = None
+    table: Table,
+    mapping: Mapping[str, str] | None = None,
+    trainer: str | None = None,
 ) -> Naming:
     """Name the columns of a table; `mapping`: quantity -> key that the user names, `trainer`: who wrote it, if that is known.
 

@@ -141,7 +141,12 @@ def _marks(diagnosis: Diagnosis, name: str, span: tuple[float, float]) -> str:
 
 
 def _text(
-    x: float, y: float, text: str, size: int, anchor: str = "start", weight: str = "normal"
+    x: float,
+    y: float,
+    text: str,
+    size: int,
+    anchor: str = "start",
+    weight: str = "normal",
 ) -> str:
     return (
         f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}">'

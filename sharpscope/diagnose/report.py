@@ -257,7 +257,10 @@ def diagnose(
 
 
 def diagnose_runs(
-    path: str | Path, mapping: Mapping[str, str] | None = None, *, run: str | None = None
+    path: str | Path,
+    mapping: Mapping[str, str] | None = None,
+    *,
+    run: str | None = None,
 ) -> list[Diagnosis]:
     """The diagnoses of all runs of a path, or of one of them; as `diagnose`. Runs that are too short are left out beside others."""
     found: list[Diagnosis] = []

@@ -153,7 +153,13 @@ def _joined_series(place: Path, name: str, found: list[Source]) -> Source | None
         table.append(source.table)
     files = ", ".join(source.path.name for source in found)
     notes = (f"{len(found)} files with one quantity each are one run: {files}.",)
-    return replace(found[0], path=place, table=table, name=name or str(place), notes=notes)
+    return replace(
+        found[0],
+        path=place,
+        table=table,
+        name=name or str(place),
+        notes=notes,
+    )
 
 
 # -- transformers
@@ -303,7 +309,11 @@ def split(table: Table) -> dict[str, Table]:
     for run, keys in charts.items():
         columns = {**shared, **{rest: table.columns[key] for rest, key in keys.items()}}
         made[run if len(charts) > 1 else ""] = replace(
-            table, columns=columns, texts=set(), runs=[], notes=list(table.notes)
+            table,
+            columns=columns,
+            texts=set(),
+            runs=[],
+            notes=list(table.notes),
         )
     return made
 

@@ -36,7 +36,15 @@ _FRACTION = re.compile(r"\s*(\d+)\s*/\s*(\d+)\s*")
 _WRITTEN = re.compile(
     r"([-+−]?)(?:([1-9]\d{0,2}(?:,\d{3})+(?:\.\d*)?)|(\d*[.,]?\d+(?:[eE][-+]?\d+)?))\s?([%kKMBG]?)"
 )
-_UNITS = {"": 1.0, "%": 0.01, "k": 1e3, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9}
+_UNITS = {
+    "": 1.0,
+    "%": 0.01,
+    "k": 1e3,
+    "K": 1e3,
+    "M": 1e6,
+    "B": 1e9,
+    "G": 1e9,
+}
 
 
 def number_of(text: str) -> float | None:

@@ -115,7 +115,14 @@ def fork(
     """
     asked = {"methods": methods} if methods is not None else {}
     return measure_fork(
-        run, model, task, checkpoint, overrides, out, on_progress, {**settings, **asked}
+        run,
+        model,
+        task,
+        checkpoint,
+        overrides,
+        out,
+        on_progress,
+        {**settings, **asked},
     )[0]
 
 
@@ -203,7 +210,9 @@ def _begin(folder: Path, config: RunConfig, policy: Policy, threads: int) -> Non
     made = config.model_copy(update={"out": str(folder)})
     create_run_dir(folder)
     run_folder.begin_run_dir(
-        made, policy, run_folder.run_info(made, policy, threads, distributed.Launch())
+        made,
+        policy,
+        run_folder.run_info(made, policy, threads, distributed.Launch()),
     )
     update_run_info(folder, status="finished", end="a fork: counterfactual updates, no training")
 
@@ -221,7 +230,13 @@ def _identity(config: RunConfig, spec: ForkSpec, arms: Mapping[str, Method]) -> 
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source: str) -> None:
+def _describe(
+    folder: Path,
+    name: str,
+    config: RunConfig,
+    spec: ForkSpec,
+    source: str,
+) -> None:
     """List the fork's settings in run.json; a UserError where the folder has this fork from another run or seed."""
     forks = dict(read_run_info(folder).get("forks") or {})
     known = forks.get(name, {})
@@ -239,7 +254,12 @@ def _describe(folder: Path, name: str, config: RunConfig, spec: ForkSpec, source
             f"--out {folder}: holds a fork with these settings from {other}; choose another --out"
         )
     batches = max(spec.batches, known.get("batches", 0))
-    forks[name] = {**known, **spec.model_dump(mode="json"), **made_from, "batches": batches}
+    forks[name] = {
+        **known,
+        **spec.model_dump(mode="json"),
+        **made_from,
+        "batches": batches,
+    }
     update_run_info(folder, forks=forks)
 
 
@@ -313,7 +333,9 @@ class FixedRollouts:
         _, prompt = self.rollouts.group.to(part.device).unique(return_inverse=True)
         prompts = int(prompt.max()) + 1
         by_prompt = torch.zeros(prompts, dtype=torch.float64, device=part.device).index_add_(
-            0, prompt, part
+            0,
+            prompt,
+            part,
         )
         error = (
             math.sqrt(float(by_prompt.square().sum()) * prompts / (prompts - 1))
@@ -388,7 +410,10 @@ def heldout_order(config: RunConfig, task: Task) -> DataOrder:
 
 
 def greedy_success(
-    policy: Policy, task: Task, examples: Sequence[Example], rollout: RolloutSpec
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    rollout: RolloutSpec,
 ) -> Tensor:
     """Whether the present policy's greedy answer to each prompt is right, (prompts,), as 0 and 1."""
     greedy = rollout.model_copy(update={"temperature": 0.0, "top_p": 1.0})
@@ -499,7 +524,10 @@ class Measure:
             return heldout.kl(self.start.scorer.statistics(heldout.rollouts).logp)
 
         scale, reached = matching_scale(
-            divergence, wanted, math.sqrt(wanted / present), KL_TOLERANCE
+            divergence,
+            wanted,
+            math.sqrt(wanted / present),
+            KL_TOLERANCE,
         )
         return self._readings(batch, sets), scale, reached
 
@@ -519,7 +547,10 @@ class Measure:
             readings["entropy"] = Reading(heldout.entropy(stats["heldout"]))
         if "greedy" in wanted:
             right = greedy_success(
-                start.policy, start.task, self.asked(batch), start.config.rollout
+                start.policy,
+                start.task,
+                self.asked(batch),
+                start.config.rollout,
             )
             readings["accuracy_greedy"] = Reading(float(right.mean()))
         if "sharpness" in wanted:
@@ -538,5 +569,7 @@ class Measure:
         config = self.start.config
         model = self.start.policy.model
         return limited_surface(
-            model, fixed.failure_objective(config.rollout.temperature), config.probes
+            model,
+            fixed.failure_objective(config.rollout.temperature),
+            config.probes,
         )

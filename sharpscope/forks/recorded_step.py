@@ -34,7 +34,11 @@ class RecordedStep:
     """The updates of a recorded step with the recorded coefficients, clip factors and learning rates."""
 
     def __init__(
-        self, run: Run, rows: StepRows, optimizer: torch.optim.Optimizer, tell: Tell
+        self,
+        run: Run,
+        rows: StepRows,
+        optimizer: torch.optim.Optimizer,
+        tell: Tell,
     ) -> None:
         self.rows = rows
         self.optimizer = optimizer
@@ -64,7 +68,9 @@ class RecordedStep:
         return values
 
     def update(
-        self, without: Tensor | TokenSet | None, observe: Observe | None
+        self,
+        without: Tensor | TokenSet | None,
+        observe: Observe | None,
     ) -> Sequence[UpdateResult]:
         """Make the step without the tokens (N, T) marked; see `StepAgain`."""
         assert not isinstance(without, TokenSet)
@@ -115,7 +121,12 @@ class RecordedStep:
 
 
 def trainer_step(
-    run: Run, step: int, checkpoint: str, config: RunConfig | None, spec: ForkSpec, tell: Tell
+    run: Run,
+    step: int,
+    checkpoint: str,
+    config: RunConfig | None,
+    spec: ForkSpec,
+    tell: Tell,
 ) -> StepAgain:
     """Step `step` of a recorded run from the checkpoint before it: gradients are Σ c·∇log π with the recorded coefficients."""
     policy = load_policy(PolicySpec(model=checkpoint))

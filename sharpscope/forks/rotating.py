@@ -229,7 +229,10 @@ def rotate(
 
 
 def _described(
-    start: _Start, first: RolloutBatch, run: Path | str | None, batches: int
+    start: _Start,
+    first: RolloutBatch,
+    run: Path | str | None,
+    batches: int,
 ) -> dict[str, object]:
     """What the batches are; numbers of the first one."""
     config = start.config
@@ -279,7 +282,9 @@ def _measured(
 
 
 def _frame(
-    rows: Mapping[str, Mapping[str, Any]], chosen: Mapping[str, Method], batch: int
+    rows: Mapping[str, Mapping[str, Any]],
+    chosen: Mapping[str, Method],
+    batch: int,
 ) -> pd.DataFrame:
     """Rows of a batch in the order of the methods."""
     import pandas as pd
@@ -290,7 +295,9 @@ def _frame(
 
 
 def _summary(
-    each: pd.DataFrame, chosen: Mapping[str, Method], halves: Mapping[str, Sequence[float]]
+    each: pd.DataFrame,
+    chosen: Mapping[str, Method],
+    halves: Mapping[str, Sequence[float]],
 ) -> pd.DataFrame:
     """Means over the batches with ranges, a row for each method; of one batch the range is that of its `halves`."""
     by_method = each.groupby("method", sort=False)
@@ -466,7 +473,11 @@ class _Start(Start):
         return row
 
     def _compared(
-        self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats
+        self,
+        method: Method,
+        batch: RolloutBatch,
+        advantage: Tensor,
+        stats: TokenStats,
     ) -> tuple[UpdateRotation, list[float], TokenStats | None]:
         """The rotation of a method's update, of the gradient on both halves, and with `measure` the batch's statistics after it."""
         moved: list[TokenStats] = []
@@ -523,7 +534,11 @@ class _Start(Start):
         return row
 
     def tokens(
-        self, method: Method, batch: RolloutBatch, advantage: Tensor, stats: TokenStats
+        self,
+        method: Method,
+        batch: RolloutBatch,
+        advantage: Tensor,
+        stats: TokenStats,
     ) -> StepTokens:
         """What each token does in a method's first update, without a pass of the model: every ratio is 1."""
         rollouts = batch.rollouts

@@ -62,7 +62,9 @@ def resolve(
         values: dict[str, object] = {"policy.model": model, "seed": seed}
         values["task"] = None if task is None else dict(task_choice(task))
         return build_config(
-            None, overrides, {name: value for name, value in values.items() if value is not None}
+            None,
+            overrides,
+            {name: value for name, value in values.items() if value is not None},
         )
     given = {"--model": model, "--task": task, "--seed": seed}
     extra = next((name for name, value in given.items() if value is not None), None)
@@ -273,10 +275,22 @@ class Start:
         """Statistics of the tokens under the policy of the state, at which the first call must be made."""
         return self._once(rollouts.input_ids, lambda: self.scorer.statistics(rollouts))
 
-    def _draw(self, method: Method, order: DataOrder, seed: int, step: int) -> RolloutBatch:
+    def _draw(
+        self,
+        method: Method,
+        order: DataOrder,
+        seed: int,
+        step: int,
+    ) -> RolloutBatch:
         """Rollouts of the next prompts of `order` with the seeds of `step`."""
 
-        def draw(policy: Any, task: Any, examples: list[Example], spec: Any, seed: int) -> Any:
+        def draw(
+            policy: Any,
+            task: Any,
+            examples: list[Example],
+            spec: Any,
+            seed: int,
+        ) -> Any:
             """`draw_group`, once for the same examples, which the order keeps, and seed."""
             return self._once(
                 (seed, *map(id, examples)), lambda: draw_group(policy, task, examples, spec, seed)
@@ -312,14 +326,24 @@ class Start:
         lr = learning_rate(self.config.optimizer, min(self.step + 1 + number, steps), steps)
         set_learning_rate(self.optimizer, lr)
         health = StepHealth(
-            self.config.health, seed_step, drawn, method, progress, self.policy.device
+            self.config.health,
+            seed_step,
+            drawn,
+            method,
+            progress,
+            self.policy.device,
         )
         options |= {
             "stats": self.statistics(drawn.rollouts),
             "before_first_update": health.allows_updates,
         }
         return learner.learn(
-            drawn.rollouts, drawn.advantage, seed_step, progress, method=method, **options
+            drawn.rollouts,
+            drawn.advantage,
+            seed_step,
+            progress,
+            method=method,
+            **options,
         )
 
     def advance(self, steps: int, tell: Tell) -> None:

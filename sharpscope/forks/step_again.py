@@ -100,7 +100,11 @@ class StepAgain:
                 ]
 
     def _prepared(
-        self, kind: str, rollouts: Rollouts, success: Tensor | None, part: Tensor
+        self,
+        kind: str,
+        rollouts: Rollouts,
+        success: Tensor | None,
+        part: Tensor,
     ) -> Prepared:
         """An outcome on the tokens of some rollouts."""
         model = self.scorer.model
@@ -113,7 +117,12 @@ class StepAgain:
             outcome["radius"] = self.rho
         rows = make_rows(model, *given)
         return Prepared(
-            kind, Outcome(**outcome), model, structure_of(model), rows, self.temperature
+            kind,
+            Outcome(**outcome),
+            model,
+            structure_of(model),
+            rows,
+            self.temperature,
         )
 
     def values(self) -> dict[str, list[float]]:
@@ -135,7 +144,9 @@ class StepAgain:
             self.fixed = self.fixed or present
             _, prompt = drawn.rollouts.group.cpu().unique(return_inverse=True)
             sums = torch.zeros(len(greedy), dtype=torch.float64).index_add_(
-                0, prompt, drawn.correct.double().cpu()
+                0,
+                prompt,
+                drawn.correct.double().cpu(),
             )
             # (prompts,)
             correct = {
@@ -219,7 +230,11 @@ class StepAgain:
 
 
 def drawn_by(
-    config: RunConfig, policy: Policy, task: Task, spec: ForkSpec, seed: int
+    config: RunConfig,
+    policy: Policy,
+    task: Task,
+    spec: ForkSpec,
+    seed: int,
 ) -> Callable[[], tuple[Drawn, Tensor]]:
     """Draws of the present policy for `StepAgain`, with the same prompts and random numbers each time."""
     drawer, examples = Drawer(config, policy, task), heldout_order(config, task).take(spec.prompts)
@@ -233,7 +248,13 @@ def drawn_by(
 
 
 def run_step(
-    config: RunConfig, run: Path, step: int, spec: ForkSpec, tell: Tell, *, to: int | None = None
+    config: RunConfig,
+    run: Path,
+    step: int,
+    spec: ForkSpec,
+    tell: Tell,
+    *,
+    to: int | None = None,
 ) -> StepAgain:
     """Step `step` of one of our runs, from the nearest checkpoint before it; the steps between are made again."""
     found = {step_of(folder): folder for folder in checkpoints(run) if damage(folder) is None}

@@ -80,7 +80,14 @@ def without_tokens(
     loaded = load_run(run)
     _check(loaded, step, to, parsed, by, model)
     spec = validate(ForkSpec, {**settings, "warm_up": 0, "batches": 1})
-    kept = {"step": step, "to": to, "sets": list(sets), "by": by, "on": on, "model": model}
+    kept = {
+        "step": step,
+        "to": to,
+        "sets": list(sets),
+        "by": by,
+        "on": on,
+        "model": model,
+    }
     kept |= {"task": task, **spec.model_dump(mode="json", include={"prompts", "samples"})}
     files = [Path(one.value).read_text() for one in parsed if one.kind == "file"]
     identity = json.dumps(["without", kept, list(overrides), files])
@@ -112,7 +119,12 @@ def without_tokens(
 
 
 def _check(
-    loaded: Run, step: int, to: int | None, sets: Sequence[TokenSet], by: str, model: str | None
+    loaded: Run,
+    step: int,
+    to: int | None,
+    sets: Sequence[TokenSet],
+    by: str,
+    model: str | None,
 ) -> None:
     """Refuse what does not fit together before anything is computed."""
     known = set(loaded.steps["step"])
@@ -178,7 +190,13 @@ def _arms(
         if chosen is not None:
             made = again.update(chosen, None)
         readings = again.measure() | update_readings(made)
-        common = {"step": again.step - 1, "fork": name, "batch": 0, "arm": arm, "reference": ALL}
+        common = {
+            "step": again.step - 1,
+            "fork": name,
+            "batch": 0,
+            "arm": arm,
+            "reference": ALL,
+        }
         common |= {"comparison": "step", "scale": 1.0}
         sound = not any(update.problem for update in made)
         found.rows += outcome_rows(common, readings, start, sound)
@@ -195,7 +213,10 @@ def _arms(
 
 
 def _measured(
-    outcome: str, before: Sequence[float], whole: Sequence[float], without: Sequence[float]
+    outcome: str,
+    before: Sequence[float],
+    whole: Sequence[float],
+    without: Sequence[float],
 ) -> dict[str, float]:
     """Change without some tokens and its standard error, and the change by the step; values are of all prompts, then of parts.
 

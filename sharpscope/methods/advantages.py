@@ -179,7 +179,9 @@ def _token_baseline(groups: _Groups, mask: Tensor, logp: Tensor, collision: Tens
 
 
 def _decoupled(
-    spec: settings.DecoupledAdvantage, group: Tensor, parts: Mapping[str, Tensor]
+    spec: settings.DecoupledAdvantage,
+    group: Tensor,
+    parts: Mapping[str, Tensor],
 ) -> Tensor:
     total = torch.zeros(group.shape, dtype=torch.float64, device=group.device)
     differ = torch.zeros_like(group, dtype=torch.bool)

@@ -88,7 +88,10 @@ class CispoClip(RatioClip):
 
     kind: Literal["cispo"] = "cispo"
     low: float = Field(
-        1.0, gt=0, le=1, description="ε below 1; 1: no lower bound, as in MiniMax-M1."
+        1.0,
+        gt=0,
+        le=1,
+        description="ε below 1; 1: no lower bound, as in MiniMax-M1.",
     )
     high: float = Field(4.0, gt=0)
     """ε above 1; MiniMax-M1 (arXiv 2506.13585) gives no number, ScaleRL (arXiv 2510.13786) bounds r by 5."""
@@ -167,13 +170,19 @@ class DppoMask(RatioClip):
     divergence: Literal["tv", "kl"] = "tv"
     """D, on the sampled token: tv: difference of probabilities; kl: binary KL(π_old‖π) [nats]."""
     low: float = Field(
-        0.15, gt=0, description="Largest D where A < 0; published 0.15 for tv, 0.05 for kl."
+        0.15,
+        gt=0,
+        description="Largest D where A < 0; published 0.15 for tv, 0.05 for kl.",
     )
     high: float = Field(
-        0.15, gt=0, description="Largest D where A > 0; published 0.15 for tv, 0.05 for kl."
+        0.15,
+        gt=0,
+        description="Largest D where A > 0; published 0.15 for tv, 0.05 for kl.",
     )
     bound: float = Field(
-        20.0, ge=1, description="Largest factor r; 20 as in the implementations of verl and TRL."
+        20.0,
+        ge=1,
+        description="Largest factor r; 20 as in the implementations of verl and TRL.",
     )
 
     def surrogate(self, at: RatioTerms, xp: ModuleType) -> tuple[Tensor, Tensor]:
@@ -251,11 +260,15 @@ class FiberClip(RatioClip):
 
     kind: Literal["fiber"] = "fiber"
     low: float = Field(
-        0.09, gt=0, description="Budget C⁻ of a⁻ [nats]; ours, below `high` as advised."
+        0.09,
+        gt=0,
+        description="Budget C⁻ of a⁻ [nats]; ours, below `high` as advised.",
     )
     high: float = Field(0.11, gt=0, description="Budget C⁺ of a⁺ [nats]; ours.")
     token: float = Field(
-        0.02, gt=0, description="Bound ε of a token's residual [nats]; ours, far below the budgets."
+        0.02,
+        gt=0,
+        description="Bound ε of a token's residual [nats]; ours, far below the budgets.",
     )
 
     def surrogate(self, at: RatioTerms, xp: ModuleType) -> tuple[Tensor, Tensor]:
@@ -285,7 +298,9 @@ class DelightGate(RatioClip):
 
     kind: Literal["delight"] = "delight"
     eta: float = Field(
-        1.0, gt=0, description="Temperature of the gate [advantage × nats]; published 1."
+        1.0,
+        gt=0,
+        description="Temperature of the gate [advantage × nats]; published 1.",
     )
 
     def surrogate(self, at: RatioTerms, xp: ModuleType) -> tuple[Tensor, Tensor]:
@@ -320,7 +335,13 @@ def _rolled_back(value: Tensor, budget: float, count: Tensor, xp: ModuleType) ->
     return xp.where(value <= budget, value, back.clamp(min=0.0))
 
 
-def _choose(condition: Tensor, yes: float, no: float, like: Tensor, xp: ModuleType) -> Tensor:
+def _choose(
+    condition: Tensor,
+    yes: float,
+    no: float,
+    like: Tensor,
+    xp: ModuleType,
+) -> Tensor:
     """`yes` where the condition holds, else `no`, in the dtype of `like`; `where` with two numbers gives float32."""
     return xp.where(condition, xp.full_like(like, yes), xp.full_like(like, no))
 

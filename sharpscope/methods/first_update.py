@@ -32,7 +32,12 @@ def first_update(
     """The update of a plan's first pass, at log-probabilities `logp` (N, T) [nats]; None: where the ratio is 1."""
     leaf = (plan.behavior_logp if logp is None else logp).detach().clone().requires_grad_()
     normalizer = token_normalizer(
-        method, plan.mask, max_completion_length, keep=plan.keep, group=group, dtype=leaf.dtype
+        method,
+        plan.mask,
+        max_completion_length,
+        keep=plan.keep,
+        group=group,
+        dtype=leaf.dtype,
     )
     kl_coef = torch.zeros_like(leaf)
     with torch.enable_grad():

@@ -101,7 +101,11 @@ def policy_loss(
             loss = loss + divergence
     clipped = torch.where(keep, clipped, 0).to(torch.int8)
     return LossOutput(
-        loss, torch.where(mask, ratio, 1.0).detach(), clipped, kl.detach(), divergence
+        loss,
+        torch.where(mask, ratio, 1.0).detach(),
+        clipped,
+        kl.detach(),
+        divergence,
     )
 
 
@@ -153,7 +157,12 @@ def clipped_norm(high: float, norm: float, average: float | None) -> tuple[float
 
 
 def entropy_bonus(
-    coef: float, plan: Plan, entropy: Tensor, tokens: int, *, pass_index: int = 0
+    coef: float,
+    plan: Plan,
+    entropy: Tensor,
+    tokens: int,
+    *,
+    pass_index: int = 0,
 ) -> Tensor:
     """This microbatch's share of coef·(mean entropy of an update's loss tokens), to be subtracted from the loss.
 
@@ -247,7 +256,10 @@ def token_normalizer(
 
 
 def gradient_mass(
-    method: Method, mask: Tensor, advantage: Tensor, logit_grad_norm: Tensor
+    method: Method,
+    mask: Tensor,
+    advantage: Tensor,
+    logit_grad_norm: Tensor,
 ) -> Tensor:
     """|A_t|·coefficient_t·‖p_t − e_y‖₂, what each token gives to the gradient by its logits at weight 1 and ratio 1.
 
@@ -257,7 +269,12 @@ def gradient_mass(
     # all groups have one size, up to the common factor
     together = torch.zeros(len(mask), dtype=torch.long)
     coefficient = token_normalizer(
-        method, mask, 1, keep=mask.bool(), group=together, dtype=logit_grad_norm.dtype
+        method,
+        mask,
+        1,
+        keep=mask.bool(),
+        group=together,
+        dtype=logit_grad_norm.dtype,
     )
     size = per_token(advantage, logit_grad_norm).to(logit_grad_norm).abs() * logit_grad_norm
     return torch.where(mask.bool(), coefficient * size, 0.0)

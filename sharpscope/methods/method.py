@@ -300,10 +300,14 @@ class CurvatureTokens(Part):
 
     kind: Literal["curvature"] = "curvature"
     max_objective: float = Field(
-        0.01, gt=0, description="Bound of |m_H|; published 0.01 (Dr.CAPO 5e-4, ReinCAPO 0.1)."
+        0.01,
+        gt=0,
+        description="Bound of |m_H|; published 0.01 (Dr.CAPO 5e-4, ReinCAPO 0.1).",
     )
     max_kl: float = Field(
-        1e-4, gt=0, description="Bound of m_F [nats]; published 1e-4 (Dr.CAPO 1e-3, ReinCAPO 1e-5)."
+        1e-4,
+        gt=0,
+        description="Bound of m_F [nats]; published 1e-4 (Dr.CAPO 1e-3, ReinCAPO 1e-5).",
     )
 
 

@@ -40,7 +40,9 @@ class MethodNote:
 
 
 def method_note(
-    name: str, settings: Mapping[str, object] | None = None, **texts: str
+    name: str,
+    settings: Mapping[str, object] | None = None,
+    **texts: str,
 ) -> MethodNote:
     """A named method from its entry in methods.yaml: `settings` where it differs from GRPO, and texts."""
     return MethodNote(Method.model_validate({"name": name} | dict(settings or {})), **texts)

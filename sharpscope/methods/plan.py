@@ -109,7 +109,11 @@ class StepTensors(ByRow):
 
     @classmethod
     def from_columns(
-        cls, *, advantage: Tensor | None = None, progress: float = 0.0, **columns: Tensor
+        cls,
+        *,
+        advantage: Tensor | None = None,
+        progress: float = 0.0,
+        **columns: Tensor,
     ) -> StepTensors:
         """One token per row, from 1-D columns of equal length such as those of the `tokens` table.
 
@@ -191,7 +195,9 @@ def per_token(advantage: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def token_weights(
-    spec: Weighting, step: StepTensors, generator: torch.Generator | None = None
+    spec: Weighting,
+    step: StepTensors,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """Token weights (N, T) of a step, ≥ 0 and finite, 0 outside the mask. Schedules are resolved at `step.progress`."""
     return spec.at(step.progress).evaluate(step, torch, generator)
@@ -250,7 +256,9 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
         proximal_logp=torch.where(mask, center, 0.0).to(dtype),
         sampler_logp=torch.where(mask, sampler, 0.0).to(dtype),
         correction=_correction(
-            method.correction, torch.where(mask, step.behavior_logp - sampler, 0.0).to(dtype), mask
+            method.correction,
+            torch.where(mask, step.behavior_logp - sampler, 0.0).to(dtype),
+            mask,
         ),
         progress=step.progress,
         warnings=tuple(warnings),
@@ -258,7 +266,10 @@ def prepare(method: Method, step: StepTensors, generator: torch.Generator | None
 
 
 def _protected(
-    spec: parts.LpRegPenalty, step: StepTensors, mask: Tensor, warnings: list[str]
+    spec: parts.LpRegPenalty,
+    step: StepTensors,
+    mask: Tensor,
+    warnings: list[str],
 ) -> Tensor:
     """(N, T) bool: the least likely loss tokens with A < 0, without those that the filtered policy leaves out."""
     if step.proxy_logp is None:

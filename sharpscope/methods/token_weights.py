@@ -119,7 +119,10 @@ class Weighting(Part):
         raise NotImplementedError
 
     def evaluate(
-        self, step: StepTensors, xp: ModuleType, generator: Generator | None = None
+        self,
+        step: StepTensors,
+        xp: ModuleType,
+        generator: Generator | None = None,
     ) -> Tensor:
         """`weights`, checked, in the dtype of `step.logp`; 0 outside the loss tokens."""
         mask = step.mask.bool()
@@ -326,7 +329,9 @@ class StareWeight(Weighting):
     M: float = Field(1.0, ge=0.5, le=1)
     """Weight where A < 0; 1 in variant O1, 0.9 in C2 (large models: 0.95)."""
     target: float = Field(
-        0.3, gt=0, description="Mean entropy below which weights act [nats]; published 0.3."
+        0.3,
+        gt=0,
+        description="Mean entropy below which weights act [nats]; published 0.3.",
     )
     step: float = Field(0.0, ge=0, lt=0.5)
     """Change of W and M per step; 0: fixed, published adaptive form 0.01."""
@@ -354,7 +359,9 @@ class StareWeight(Weighting):
         for sign, value in ((1, self.W), (-1, self.M)):
             side = mask & (sign * step.token_advantage > 0)
             chosen = top_tokens(
-                -step.logp, side, count=math.ceil(self.share * int(side.sum()) - 1e-9)
+                -step.logp,
+                side,
+                count=math.ceil(self.share * int(side.sum()) - 1e-9),
             )
             weight = xp.where(chosen, value, weight)
         return weight
@@ -523,10 +530,14 @@ class SigmoidWeight(Weighting):
         "tokens", description=f"What the calibration's percentiles count. {COUNTED}."
     )
     alpha: float | None = Field(
-        None, gt=0, description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given."
+        None,
+        gt=0,
+        description="Gain; published 2.0. Empty: (U − L)/0.2, unless mu is given.",
     )
     tau: float | None = Field(
-        None, gt=0, description="Width of the sigmoid, unit of u; published 9.0."
+        None,
+        gt=0,
+        description="Width of the sigmoid, unit of u; published 9.0.",
     )
     mu: float | None = Field(None, le=1)
     """Subtracted from the sigmoid; published 0.25. Empty: 0.75 − L/alpha, unless alpha is given."""
@@ -691,7 +702,10 @@ class ShuffledWeight(Control):
         weight = self.of.evaluate(step, xp, generator)
         mask = step.mask.bool()
         key = xp.rand(
-            mask.shape, generator=generator, device=generator.device, dtype=xp.float64
+            mask.shape,
+            generator=generator,
+            device=generator.device,
+            dtype=xp.float64,
         ).to(weight.device)
         if self.matched == "tokens":
             # (N, T) loss tokens first, shuffled
@@ -708,7 +722,13 @@ class ShuffledWeight(Control):
         return moved * (_mean(weight, step, "gradient") / mean).to(weight.dtype)
 
 
-def drawn(weight: Tensor, mask: Tensor, mass: Tensor, key: Tensor, xp: ModuleType) -> Tensor:
+def drawn(
+    weight: Tensor,
+    mask: Tensor,
+    mass: Tensor,
+    key: Tensor,
+    xp: ModuleType,
+) -> Tensor:
     """Each loss token's weight (N, T) drawn, with replacement, from those of its completion with probability ∝ `mass`.
 
     `key` (N, T) is uniform in [0, 1). A completion where `mass` is 0 draws from all its loss tokens alike.

@@ -115,7 +115,11 @@ class PromptLayer(DynamicLayer):
         return 0 if known is None else known.keys.shape[2]
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Set states (B, H, t, d_head) and return all keys and values to attend to; see transformers."""
         if self.before is not None:

@@ -56,7 +56,10 @@ def completion_uniforms(seed: int, prompts: Tensor, completions: Tensor, count: 
     generator = torch.Generator()
     uniforms = torch.empty(len(prompts), count, dtype=torch.float64)
     for row, prompt, completion in zip(
-        uniforms, prompts.tolist(), completions.tolist(), strict=True
+        uniforms,
+        prompts.tolist(),
+        completions.tolist(),
+        strict=True,
     ):
         generator.manual_seed(_mix(_mix(_mix(seed) ^ prompt) ^ completion) >> 1)
         torch.rand(count, generator=generator, out=row)
@@ -72,7 +75,10 @@ def _mix(x: int) -> int:
 
 
 def draw(
-    z: Tensor, u: Tensor, spec: SamplingSpec, row: Tensor | None = None
+    z: Tensor,
+    u: Tensor,
+    spec: SamplingSpec,
+    row: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Sample n tokens from logits `z` (m, V) by inverting the cumulative distribution at `u` (n,), float64 in [0, 1).
 
@@ -205,7 +211,11 @@ def decode(
 
 
 def _branch(
-    decoder: DirectDecoder | LayerDecoder, text: Tensor, token: Tensor, count: int, words: int
+    decoder: DirectDecoder | LayerDecoder,
+    text: Tensor,
+    token: Tensor,
+    count: int,
+    words: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make a place in the cache, of `count` places, for each different text that rows (n,) continue with their tokens (n,).
 
@@ -279,7 +289,12 @@ class LayerDecoder:
     """`DirectDecoder` for any architecture, through transformers' layers; each text has a copy of its prompt's cache."""
 
     def __init__(
-        self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int
+        self,
+        model: nn.Module,
+        prompts: PromptCache,
+        lengths: Tensor,
+        room: int,
+        positions: int,
     ) -> None:
         self.body = backbone(model)
         self.cache = DynamicCache()
@@ -339,7 +354,12 @@ class DirectDecoder:
     """
 
     def __init__(
-        self, model: nn.Module, prompts: PromptCache, lengths: Tensor, room: int, positions: int
+        self,
+        model: nn.Module,
+        prompts: PromptCache,
+        lengths: Tensor,
+        room: int,
+        positions: int,
     ) -> None:
         body: Any = cast(Any, bare(model)).model
         self.embed = body.embed_tokens

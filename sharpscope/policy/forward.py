@@ -118,7 +118,9 @@ def score_completions(
 
 
 def _plain_hidden(
-    model: nn.Module, rows: Completions, one_pass: bool = False
+    model: nn.Module,
+    rows: Completions,
+    one_pass: bool = False,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield buckets (rows (b,), hidden (b, T_b, d)), where hidden[:, t] predicts completion token t; prompts are not shared."""
     P = rows.prompt_width
@@ -154,7 +156,10 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
     first = torch.full((int(row_prompt.max()) + 1,), len(rows), device=row_prompt.device)
     # (B,)
     first = first.scatter_reduce(
-        0, row_prompt, torch.arange(len(rows), device=row_prompt.device), "amin"
+        0,
+        row_prompt,
+        torch.arange(len(rows), device=row_prompt.device),
+        "amin",
     )
     skip = P - int(rows.prompt_lengths.max())
     ids = rows.input_ids[:, skip:P]
@@ -164,7 +169,9 @@ def _shared_hidden(model: nn.Module, rows: Completions) -> Iterator[tuple[Tensor
     lengths = rows.prompt_lengths[first]
     # (B, d)
     last, cache = read_prompts(
-        body, _align_left(ids[first], lengths, ids.shape[1], ids.shape[1]), lengths
+        body,
+        _align_left(ids[first], lengths, ids.shape[1], ids.shape[1]),
+        lengths,
     )
     for bucket in length_buckets(rows.lengths.cpu().numpy(), ids.device):
         start = take_rows(last, row_prompt[bucket])[:, None]  # (b, 1, d)
@@ -209,7 +216,11 @@ def length_buckets(lengths: np.ndarray, device: torch.device) -> list[Tensor]:
 
 
 def microbatches(
-    lengths: Tensor, token_budget: int, *, prompt_lengths: Tensor, group: Tensor | None = None
+    lengths: Tensor,
+    token_budget: int,
+    *,
+    prompt_lengths: Tensor,
+    group: Tensor | None = None,
 ) -> list[Tensor]:
     """Split rows into microbatches of at most `token_budget` tokens with prompts, rows of similar length together.
 
@@ -348,7 +359,11 @@ class Scorer:
 
     @torch.no_grad()
     def per_token(
-        self, rollouts: Rollouts, function: PerToken, width: int = 0, **given: Tensor
+        self,
+        rollouts: Rollouts,
+        function: PerToken,
+        width: int = 0,
+        **given: Tensor,
     ) -> Tensor:
         """Compute values of all rows' tokens under the policy, (N, T), or (N, T, `width`) if that is not 0; 0 outside the mask.
 

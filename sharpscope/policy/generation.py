@@ -105,7 +105,9 @@ def _apply_template(example: Example, policy: Policy) -> str:
     try:
         return str(
             policy.tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         )
     except (
@@ -166,7 +168,10 @@ def generate(
     for batch in order.split(_batch_size(policy, width, spec.decode_batch)):
         rows = batch.sort().values  # the rows of a prompt adjacent
         uniforms = completion_uniforms(
-            seed, first + rows // group_size, rows % group_size, spec.max_new_tokens
+            seed,
+            first + rows // group_size,
+            rows % group_size,
+            spec.max_new_tokens,
         )
         # One autocast context per batch, so that weights are cast once and not for every token.
         with computing(policy.model, policy.compute):
@@ -300,7 +305,14 @@ def draw_scored(
             replying = task if isinstance(task, InteractiveTask) else None
             generator = torch.Generator().manual_seed(seed)
             drawn = generate(
-                policy, prompts, group_size, spec, generator, replying, selected, first + part.start
+                policy,
+                prompts,
+                group_size,
+                spec,
+                generator,
+                replying,
+                selected,
+                first + part.start,
             )
     if drawn is not None:
         with limited_step():

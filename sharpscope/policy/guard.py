@@ -43,7 +43,9 @@ def guarded(model: nn.Module, *, attention: str | None = None) -> Iterator[None]
         gradients(model.parameters()),
         nullcontext() if attention is None else attention_implementation(model, attention),
         _implementation(
-            model, "_experts_implementation_internal", lambda _, current: current and "eager"
+            model,
+            "_experts_implementation_internal",
+            lambda _, current: current and "eager",
         ),
     ):
         yield
@@ -69,7 +71,9 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def _implementation(
-    model: nn.Module, setting: str, chosen: Callable[[object, str | None], str | None]
+    model: nn.Module,
+    setting: str,
+    chosen: Callable[[object, str | None], str | None],
 ) -> Iterator[None]:
     """Within the block a setting of the model's configurations is `chosen(configuration, present value)`."""
     before = [
@@ -187,7 +191,9 @@ def _write(parameters: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @contextmanager
 def moved_by(
-    parameters: Sequence[Tensor], steps: Iterable[Tensor | None], scale: float = 1.0
+    parameters: Sequence[Tensor],
+    steps: Iterable[Tensor | None],
+    scale: float = 1.0,
 ) -> Iterator[None]:
     """Within it the weights are moved by scale·step (None: not at all); afterwards they are bit for bit what they were."""
     with placed(parameters):

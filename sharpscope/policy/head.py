@@ -126,7 +126,10 @@ def check_head(model: nn.Module, head: Head) -> None:
         else hidden.new_empty(0)
     )
     if expected.shape != actual.shape or not torch.allclose(
-        expected, actual, rtol=tolerance, atol=atol
+        expected,
+        actual,
+        rtol=tolerance,
+        atol=atol,
     ):
         raise UserError(
             f"{name}: its logits are not a linear function of its last hidden state; choose another model"
@@ -170,7 +173,10 @@ def recompute_layers(model: nn.Module) -> Iterator[None]:
     for layer in layers:
         # Without dropout there is no RNG state to preserve.
         layer.forward = partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            checkpoint,
+            layer.forward,
+            use_reentrant=False,
+            preserve_rng_state=False,
         )
     try:
         yield

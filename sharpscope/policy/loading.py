@@ -112,7 +112,10 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             dtype = torch.bfloat16
         weights = stored_numbers(Path(location)) * dtype.itemsize
         require_memory(
-            weights, device, f"loading {spec.model} in {spec.dtype}", "take a smaller model"
+            weights,
+            device,
+            f"loading {spec.model} in {spec.dtype}",
+            "take a smaller model",
         )
         tokenizer = _tokenizer(source, options)
         # which sdpa does not support
@@ -272,7 +275,12 @@ def add_adapters(model: nn.Module, spec: LoraSpec, base: str) -> nn.Module:
     """
     peft = _peft()
     modules = {"target_modules": "all-linear", "lora_dropout": 0.0, "bias": "none"}
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=spec.r, lora_alpha=spec.alpha, **modules)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=spec.r,
+        lora_alpha=spec.alpha,
+        **modules,
+    )
     with (
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(action="ignore", category=FutureWarning),

@@ -120,7 +120,10 @@ def padded(rows: Sequence[Sequence[int]], value: int = 0, left: bool = False) ->
     """(n, width) long: the rows followed by `value`, or preceded by it."""
     tensors = [torch.tensor(row, dtype=torch.long) for row in rows]
     return pad_sequence(
-        tensors, batch_first=True, padding_value=value, padding_side="left" if left else "right"
+        tensors,
+        batch_first=True,
+        padding_value=value,
+        padding_side="left" if left else "right",
     )
 
 

@@ -244,6 +244,8 @@ def shard_state(whole: ModelView, model: nn.Module, optimizer: torch.optim.Optim
             part = value
             if entry != "step" and is_shard(parameter):
                 part = distribute_tensor(
-                    value.to(parameter.device), parameter.device_mesh, parameter.placements
+                    value.to(parameter.device),
+                    parameter.device_mesh,
+                    parameter.placements,
                 )
             optimizer.state[parameter][entry] = part

@@ -59,7 +59,11 @@ def spread(values: Tensor, keep: Tensor) -> Tensor:
 
 @torch.no_grad()
 def flat_stats(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, z: Tensor | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    z: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """`TokenStats` by name, (M,) each, of `targets` (M,) given `hidden` (M, d), with memory independent of M × vocabulary.
 
@@ -121,7 +125,10 @@ def flat_entropy(hidden: Tensor, head: Head, targets: Tensor, temperature: float
 
 
 def _in_chunks(
-    function: Callable[..., Tensor], hidden: Tensor, head: Head, *given: object
+    function: Callable[..., Tensor],
+    hidden: Tensor,
+    head: Head,
+    *given: object,
 ) -> Tensor:
     """Apply `function` to `hidden` (M, d) and `given`, whose tensors are by token too, in chunks of tokens.
 
@@ -137,14 +144,22 @@ def _in_chunks(
 
 
 def flat_kl(
-    hidden: Tensor, head: Head, other_hidden: Tensor, other_head: Head, temperature: float
+    hidden: Tensor,
+    head: Head,
+    other_hidden: Tensor,
+    other_head: Head,
+    temperature: float,
 ) -> Tensor:
     """KL(p‖q) (M,) [nats] over the whole vocabulary of p = softmax(z/T) and q = softmax(z'/T), differentiable in both."""
     return _in_chunks(_kl, hidden, head, other_hidden, other_head, temperature)
 
 
 def _kl(
-    hidden: Tensor, head: Head, other_hidden: Tensor, other_head: Head, temperature: float
+    hidden: Tensor,
+    head: Head,
+    other_hidden: Tensor,
+    other_head: Head,
+    temperature: float,
 ) -> Tensor:
     log_p = _log_softmax(hidden, head, temperature)
     log_q = _log_softmax(other_hidden, other_head, temperature)
@@ -299,7 +314,10 @@ def cache_budget() -> dict[str, int]:
 
 
 def chunks(
-    rows: int, bytes_per_row: int, device: torch.device, budget: dict[str, int]
+    rows: int,
+    bytes_per_row: int,
+    device: torch.device,
+    budget: dict[str, int],
 ) -> list[tuple[int, int]]:
     """Bounds of consecutive chunks of `rows`, each of at least one row and within the device's budget."""
     size = max(1, budget.get(device.type, budget["cuda"]) // bytes_per_row)

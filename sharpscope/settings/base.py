@@ -312,7 +312,10 @@ def settings_of(
             # a weighting of a weighting, questions of another task: listed once
             if part not in parents:
                 yield from settings_of(
-                    part, f"{path}.", each or kind, (*parents, model, *kinds.values())
+                    part,
+                    f"{path}.",
+                    each or kind,
+                    (*parents, model, *kinds.values()),
                 )
     for part in set(getattr(model, "similar_fields", {}).values()):
         for row in settings_of(part, f"{prefix}<name>.", kind, (*parents, model)):

@@ -187,7 +187,11 @@ def by_curvlinops(
             matrix = operator.to_scipy()
             found = [
                 eigsh(
-                    matrix, min(count, size - 2), which=which, tol=tolerance, maxiter=max_products
+                    matrix,
+                    min(count, size - 2),
+                    which=which,
+                    tol=tolerance,
+                    maxiter=max_products,
                 )
                 for which, count in (("LA", max(top - 1, 1)), ("SA", 1))
             ]

@@ -191,7 +191,13 @@ def _check_arguments(guess: float, tolerance: float, max_evaluations: int) -> No
         )
 
 
-def _reason(outcome: Outcome, loss: float, search: _Search, noise: float, rounding: float) -> str:
+def _reason(
+    outcome: Outcome,
+    loss: float,
+    search: _Search,
+    noise: float,
+    rounding: float,
+) -> str:
     """Why there is no reliable value; empty if there is one."""
     slope = search.slope if search.slope is not None else search.first_slope
     return {
@@ -393,7 +399,9 @@ class _Line:
             """A parameter, and squared norms of rounding and step in a block of its weights."""
             for parameter, _, start, along in self.moves:
                 for begin, part in zip(
-                    start.flatten().split(BLOCK), along.flatten().split(BLOCK), strict=True
+                    start.flatten().split(BLOCK),
+                    along.flatten().split(BLOCK),
+                    strict=True,
                 ):
                     step = eta * part.double()
                     exact = begin.double() - step

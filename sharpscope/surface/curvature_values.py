@@ -100,7 +100,10 @@ class Curvature:
             return []
         one = Estimate("curvature", "density", math.nan, samples=found.probes, seed=self.seed)
         nodes = zip(
-            found.nodes.tolist(), found.values.tolist(), found.std_error.tolist(), strict=True
+            found.nodes.tolist(),
+            found.values.tolist(),
+            found.std_error.tolist(),
+            strict=True,
         )
         return [replace(one, rho=node, value=value, std_error=e) for node, value, e in nodes]
 

@@ -56,7 +56,11 @@ def attempted(probe: str, quantity: str, measure: Callable[[], list[Estimate]]) 
     ) as problem:  # RuntimeError: PyTorch's, as for lack of memory
         return [
             Estimate(
-                probe, quantity, math.nan, converged=False, why=f"left out: {first_line(problem)}"
+                probe,
+                quantity,
+                math.nan,
+                converged=False,
+                why=f"left out: {first_line(problem)}",
             )
         ]
 
@@ -68,7 +72,10 @@ def with_prompts(estimate: Estimate, values: Tensor | None) -> Estimate:
     count = len(values)
     error = float(values.std()) / math.sqrt(count) if count > 1 else math.nan
     return replace(
-        estimate, prompts=count, prompt_std_error=error, prompt_values=tuple(values.tolist())
+        estimate,
+        prompts=count,
+        prompt_std_error=error,
+        prompt_values=tuple(values.tolist()),
     )
 
 

@@ -180,7 +180,9 @@ class Objective:
         )
         prompt = torch.tensor(batch.prompts)
         total = torch.zeros(int(prompt.max()) + 1, dtype=torch.float64).index_add_(
-            0, prompt, each.cpu()
+            0,
+            prompt,
+            each.cpu(),
         )
         return total / total.sum()
 
@@ -382,7 +384,9 @@ class LmSurface(Surface):
     def _zeros(self) -> Tensor:
         like = self.parameters
         return torch.zeros(
-            sum(p.numel() for p in like), dtype=common_dtype(like), device=like[0].device
+            sum(p.numel() for p in like),
+            dtype=common_dtype(like),
+            device=like[0].device,
         )
 
     def _shares(self, index: Tensor, *, twice: bool = False) -> Tensor:
@@ -504,7 +508,9 @@ def lm_surface(
     if check != "off" and "surface" not in known:
         with guarded(model), torch.no_grad():
             expected = model(
-                input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                use_cache=False,
             ).logits
     attention = None if fused else "math"
     with guarded(model, attention=attention), working_precision(tensors), torch.enable_grad():

@@ -157,7 +157,10 @@ def sharpness(
 
 
 def _step(
-    surface: Surface, gradient: Tensor, rho: float, kind: SharpnessKind
+    surface: Surface,
+    gradient: Tensor,
+    rho: float,
+    kind: SharpnessKind,
 ) -> tuple[Tensor, float]:
     """The step ε (P,) of length rho along the gradient, and ‖T∘∇L‖; no step where that is 0 or not finite."""
     scale: Tensor | float = 1.0
@@ -169,7 +172,11 @@ def _step(
 
 
 def _rise(
-    surface: Surface, loss: float, step: Tensor, along: float, base: Tensor | None
+    surface: Surface,
+    loss: float,
+    step: Tensor,
+    along: float,
+    base: Tensor | None,
 ) -> tuple[float, Tensor | None, str]:
     """L(θ + ε) − L(θ), its values by prompt if `base` has those of L(θ), and why the rise is not reliable."""
     if not (math.isfinite(loss) and math.isfinite(along)):
@@ -189,7 +196,10 @@ def _rise(
 
 
 def _rounding(
-    surface: Surface, loss: float, rise: float, advice: str = "use a larger rho or float64"
+    surface: Surface,
+    loss: float,
+    rise: float,
+    advice: str = "use a larger rho or float64",
 ) -> str:
     """Why a rise of the loss is not reliable: it is within rounding; empty if it is not."""
     rounding = 4 * torch.finfo(common_dtype(surface.parameters)).eps * abs(loss)
@@ -215,7 +225,11 @@ def cross_fitted(surface: LmSurface, rho: float, seed: int, base: Tensor) -> Est
     surfaces = [surface.prompts(torch.isin(prompts, half)) for half in halves]
     found = [one.gradient_by_prompt()[1:] for one in surfaces]
     for half, one, (direction, _), (_, start) in zip(
-        halves, surfaces, found[::-1], found, strict=True
+        halves,
+        surfaces,
+        found[::-1],
+        found,
+        strict=True,
     ):
         if (norm := length(direction)) > 0:
             with moved(surface.parameters, direction * (rho / norm)):

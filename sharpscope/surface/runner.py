@@ -131,7 +131,14 @@ def run(
                 tell_price(tell, what, one * passes(spec, len(base)))
                 rho = math.nan if radius is None else radius.rho
                 point = Point(
-                    surface, spec, batch.seed, (loss, gradient), base, rho, backend, optimizer
+                    surface,
+                    spec,
+                    batch.seed,
+                    (loss, gradient),
+                    base,
+                    rho,
+                    backend,
+                    optimizer,
                 )
                 for probe in PROBES.values():
                     for rows in probe(point):
@@ -152,7 +159,10 @@ def passes(spec: ProbesSpec, prompts: int) -> float:
 
 
 def choose_radius(
-    model: nn.Module, batch: ProbeBatch, spec: ProbesSpec, tell: Tell = silent
+    model: nn.Module,
+    batch: ProbeBatch,
+    spec: ProbesSpec,
+    tell: Tell = silent,
 ) -> Radius:
     """The spec's radius, or for `auto` that of `find_radius` on the expected failure of a batch.
 
@@ -169,7 +179,9 @@ def choose_radius(
     )
     try:
         with limited_surface(
-            model, Objective("expected_failure", rows, objective.temperature), spec
+            model,
+            Objective("expected_failure", rows, objective.temperature),
+            spec,
         ) as surface:
             return find_radius(surface, tell)
     except torch.OutOfMemoryError as problem:
@@ -271,7 +283,11 @@ PROBES: dict[str, Callable[[Point], Iterator[list[Estimate]]]] = {
 
 
 def limited_surface(
-    model: nn.Module, objective: Objective, spec: ProbesSpec, *, twice: bool = False
+    model: nn.Module,
+    objective: Objective,
+    spec: ProbesSpec,
+    *,
+    twice: bool = False,
 ) -> AbstractContextManager[LmSurface]:
     """`lm_surface` within the memory limits of a spec, with its self-check.
 
@@ -358,7 +374,13 @@ class ProbeSet:
             )
         return completion_batch([(item.prompt_ids, item.solution) for item in solved])
 
-    def draw(self, split: str, samples: int, draw: Draw, seed: int) -> Drawn:
+    def draw(
+        self,
+        split: str,
+        samples: int,
+        draw: Draw,
+        seed: int,
+    ) -> Drawn:
         """New completions of the probed policy on the prompts of a split."""
         return draw([item.example for item in self.split(split)], samples, seed)
 
@@ -509,7 +531,9 @@ def probe_set_batches(
 def rollout_objective(name: ObjectiveName, drawn: Drawn, *, temperature: float = 1.0) -> Objective:
     """A loss over drawn completions, with the success as reward."""
     return Objective(
-        name, rollout_batch(drawn.rollouts, reward=drawn.correct.double()), temperature
+        name,
+        rollout_batch(drawn.rollouts, reward=drawn.correct.double()),
+        temperature,
     )
 
 

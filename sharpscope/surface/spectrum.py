@@ -138,7 +138,11 @@ def curvature(
 
 
 def _check_arguments(
-    backend: str, operator: str, top: int, trace_probes: int, tolerance: float
+    backend: str,
+    operator: str,
+    top: int,
+    trace_probes: int,
+    tolerance: float,
 ) -> None:
     for setting, value, allowed in (
         ("backend", backend, get_args(Backend)),
@@ -153,7 +157,10 @@ def _check_arguments(
 
 
 def lanczos_capacity(
-    vector: Tensor, wanted: int, memory_mb: float = 2048.0, max_products: int = 200
+    vector: Tensor,
+    wanted: int,
+    memory_mb: float = 2048.0,
+    max_products: int = 200,
 ) -> int:
     """How many Lanczos vectors like (P,) fit into `memory_mb`; refused where what is needed besides does not fit into memory."""
     size = len(vector)
@@ -226,11 +233,16 @@ def _by_lanczos(
                 "that changes from call to call"
             )
         found = replace(
-            start, top=pairs.values[:upper], residuals=residuals[:upper], vectors=pairs.vectors
+            start,
+            top=pairs.values[:upper],
+            residuals=residuals[:upper],
+            vectors=pairs.vectors,
         )
         if lower:  # a 1 × 1 Hessian has one eigenvalue, both the largest and the smallest
             found = replace(
-                found, smallest=float(pairs.values[-1]), smallest_residual=float(residuals[-1])
+                found,
+                smallest=float(pairs.values[-1]),
+                smallest_residual=float(residuals[-1]),
             )
         if start.trace_probes:
             draws, space = sub_generator(start.seed, "trace"), pairs.krylov

@@ -114,7 +114,9 @@ class Surface:
         return None
 
     def curvature_by_prompt(
-        self, vector: Tensor, operator: OperatorName = "hessian"
+        self,
+        vector: Tensor,
+        operator: OperatorName = "hessian",
     ) -> Tensor | None:
         """vᵀA_i v of each prompt's operator, (k,) float64 with mean vᵀAv; None if prompts are not known."""
         return None
@@ -130,7 +132,9 @@ class Surface:
 
 @contextmanager
 def opened(
-    loss_fn: LossFn | Surface, parameters: Sequence[Tensor] | None, check: Check
+    loss_fn: LossFn | Surface,
+    parameters: Sequence[Tensor] | None,
+    check: Check,
 ) -> Iterator[tuple[Surface, Facts]]:
     """The surface of a closure, with the cache of its checks; a surface as it is.
 
@@ -190,7 +194,10 @@ def checked_parameters(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 @contextmanager
 def moved(
-    parameters: Sequence[Tensor], step: Tensor, *, relative_error: float = 0.05
+    parameters: Sequence[Tensor],
+    step: Tensor,
+    *,
+    relative_error: float = 0.05,
 ) -> Iterator[None]:
     """Context in which the parameters are θ + step, (P,), with at most this error by rounding; afterwards θ in the original storage."""
     before = [tensor.data for tensor in parameters]
@@ -226,7 +233,9 @@ def check_once(known: Facts, name: str, check: Check, measure: Callable[[], floa
 
 
 def check_derivatives(
-    surface: Surface, hessian: Operator | None = None, name: str = "loss_fn"
+    surface: Surface,
+    hessian: Operator | None = None,
+    name: str = "loss_fn",
 ) -> float:
     """Relative error of the gradient and, if given, of a product of the Hessian of a guarded surface, by finite differences.
 
@@ -247,7 +256,11 @@ def check_derivatives(
         for x in (float(gradient.double() @ vector.double()), loss)
     )
     first = _error(
-        surface, lambda: torch.tensor([surface.value()], dtype=torch.float64), slope, vector, start
+        surface,
+        lambda: torch.tensor([surface.value()], dtype=torch.float64),
+        slope,
+        vector,
+        start,
     )
     _require(
         first,
@@ -279,7 +292,9 @@ def _require(error: float, probe: str, what: str, advice: str) -> None:
 def _direction(gradient: Tensor) -> Tensor:
     """The normalized gradient plus a random unit vector, (P,), so that all directions enter."""
     random = torch.randn(
-        len(gradient), generator=torch.Generator().manual_seed(0), dtype=gradient.dtype
+        len(gradient),
+        generator=torch.Generator().manual_seed(0),
+        dtype=gradient.dtype,
     )
     vector = random.to(gradient.device)
     vector /= vector.norm()

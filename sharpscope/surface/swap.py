@@ -103,7 +103,11 @@ def _at_random(draws: torch.Generator, share: float, js: Tensor) -> Tensor:
 
 
 def _ended(
-    policy: Policy, task: Task, examples: Sequence[Example], row: int, tokens: list[int]
+    policy: Policy,
+    task: Task,
+    examples: Sequence[Example],
+    row: int,
+    tokens: list[int],
 ) -> bool:
     """Whether the task ends a completion at one of its stops; refused where it replies."""
     if not isinstance(task, InteractiveTask):

@@ -94,7 +94,9 @@ class InteractiveTask(Task, Protocol):
 
 
 def respond_all(
-    task: InteractiveTask, examples: Sequence[Example], completions: Sequence[str]
+    task: InteractiveTask,
+    examples: Sequence[Example],
+    completions: Sequence[str],
 ) -> list[str | None]:
     """Call `respond` for every row, or `respond_many(examples, completions)` once if the task has it."""
     if hasattr(task, "respond_many"):
@@ -166,7 +168,11 @@ def splits_by_level(
 
 
 def take(
-    stream: Iterable[Example], split: str, level: int, count: int, without: Container[str] = ()
+    stream: Iterable[Example],
+    split: str,
+    level: int,
+    count: int,
+    without: Container[str] = (),
 ) -> list[Example]:
     """Take `count` examples of a level with distinct `meta["id"]` for a split, without those whose `meta["form"]` is in `without`.
 

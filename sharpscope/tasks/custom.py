@@ -52,7 +52,10 @@ class CheckedTask:
     """Wrapper of a custom task that checks its splits and rewards."""
 
     def __init__(
-        self, name: str, splits: Callable[[], object], score: Callable[..., object]
+        self,
+        name: str,
+        splits: Callable[[], object],
+        score: Callable[..., object],
     ) -> None:
         self.name = name
         self._make_splits = splits

@@ -53,7 +53,9 @@ def solve(puzzle: Puzzle) -> list[tuple[bool, ...]]:
     knight = [sum(1 << a for a in range(1 << people) if a >> i & 1) for i in range(people)]
 
     consistent = reduce(
-        and_, (ones ^ knight[i] ^ truth(said, knight, ones) for i, said in enumerate(puzzle)), ones
+        and_,
+        (ones ^ knight[i] ^ truth(said, knight, ones) for i, said in enumerate(puzzle)),
+        ones,
     )
     return [
         tuple(bool(a >> i & 1) for i in range(people))
@@ -308,7 +310,9 @@ class KnightsKnaves:
             misses += 1
             if content not in contents or misses > PATIENCE:
                 example = self._example(
-                    puzzle, content, stream_seed("wording", self.spec.seed, split, people, number)
+                    puzzle,
+                    content,
+                    stream_seed("wording", self.spec.seed, split, people, number),
                 )
                 if example.prompt not in examples:
                     contents.add(content)

@@ -79,7 +79,9 @@ def score_math(text: str, truths: Sequence[str]) -> Reward:
     correct = True in outcomes
     timed_out = not correct and None in outcomes
     return Reward(
-        float(correct), {"answer": float(correct), "timed_out": float(timed_out)}, correct=correct
+        float(correct),
+        {"answer": float(correct), "timed_out": float(timed_out)},
+        correct=correct,
     )
 
 
@@ -143,7 +145,12 @@ class _Worker:
             command = [sys.executable, "-P", str(Path(__file__).with_name("math_worker.py"))]
             pipe, null = subprocess.PIPE, subprocess.DEVNULL
             self.process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=null, text=True, encoding="utf-8"
+                command,
+                stdin=pipe,
+                stdout=pipe,
+                stderr=null,
+                text=True,
+                encoding="utf-8",
             )
             if self._line(self.process, "", START_LIMIT) != "ready\n":
                 why = "the worker process does not start; check `python -c 'import math_verify'`"

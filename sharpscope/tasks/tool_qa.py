@@ -77,7 +77,10 @@ class Bm25Retriever:
         """The best passages for each query. Ties keep the order of the index, so results are deterministic."""
         tokens = self._tokenize(list(queries))
         indices, scores = self._index.retrieve(
-            tokens, k=self._top, show_progress=False, backend_selection="numpy"
+            tokens,
+            k=self._top,
+            show_progress=False,
+            backend_selection="numpy",
         )
         return [
             [self._corpus[int(i)] for i, score in zip(row, row_scores, strict=True) if score > 0]
@@ -113,7 +116,9 @@ class HttpRetriever:
             {"queries": list(queries), "topk": self._top, "return_scores": True}
         ).encode()
         request = urllib.request.Request(
-            self._url, data=body, headers={"Content-Type": "application/json"}
+            self._url,
+            data=body,
+            headers={"Content-Type": "application/json"},
         )
         problem = ""
         for attempt in range(RETRIES + 1):
@@ -349,7 +354,10 @@ class ToolQa:
         if self.spec.questions is not None:
             return self._read(self.spec.questions)
         return splits_by_level(
-            self.spec, self.spec.hops, (), lambda *which: take(self._stream(*which[:2]), *which)
+            self.spec,
+            self.spec.hops,
+            (),
+            lambda *which: take(self._stream(*which[:2]), *which),
         )
 
     def _stream(self, split: str, hops: int) -> Iterator[Example]:
@@ -375,7 +383,9 @@ class ToolQa:
         return self.respond_many([example], [completion])[0]
 
     def respond_many(
-        self, examples: Sequence[Example], completions: Sequence[str]
+        self,
+        examples: Sequence[Example],
+        completions: Sequence[str],
     ) -> list[str | None]:
         """Responses to the last turns: passages for a search, feedback for a malformed turn, None at the end.
 

@@ -146,7 +146,9 @@ def _gradient(
         with torch.enable_grad():
             with Keeping(room) as keeping:
                 hidden = hidden_states(
-                    model, chunk.ids, read_before(model, chunk.before, len(chunk.ids))
+                    model,
+                    chunk.ids,
+                    read_before(model, chunk.before, len(chunk.ids)),
                 )
             states = hidden[chunk.predicts].to(structure.dtype)
             logp, _ = flat_logp(states, structure.head, chunk.targets, temperature, stats=False)
@@ -155,7 +157,10 @@ def _gradient(
             kept.append(keeping.values)
         if logp.requires_grad:
             parts = torch.autograd.grad(
-                logp, parameters, coef[chunk.place].to(logp), allow_unused=True
+                logp,
+                parameters,
+                coef[chunk.place].to(logp),
+                allow_unused=True,
             )
             for target, gradient in zip(total, parts, strict=True):
                 if gradient is not None:

@@ -97,7 +97,11 @@ class Keeping(TorchFunctionMode):
         return self._values if same else []
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
         if func is F.linear and self.room > 0 and torch.is_grad_enabled():
@@ -117,7 +121,11 @@ class Pushing(TorchFunctionMode):
         self._kept = iter(kept) if kept else None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple = (),
+        kwargs: dict | None = None,
     ) -> object:
         if not torch.is_grad_enabled():
             with forward_ad._set_fwd_grad_enabled(False):

@@ -112,7 +112,10 @@ class HeadGradients(NamedTuple):
 
 @torch.no_grad()
 def head_chunks(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Chunks of M tokens, hidden (M, d), targets (M,): which; ∂ ln p_y/∂a (C, V); ∂ ln p_y/∂h (C, d) in the weight's type."""
     budget = LOGIT_BYTES.get(hidden.device.type, LOGIT_BYTES["cuda"])
@@ -134,7 +137,11 @@ def head_chunks(
 
 @torch.no_grad()
 def head_gradients(
-    hidden: Tensor, head: Head, targets: Tensor, temperature: float, words: Tensor | None = None
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    temperature: float,
+    words: Tensor | None = None,
 ) -> HeadGradients:
     """∂ log π at the output layer for M tokens: hidden (M, d), targets (M,), words (M, L) of `coupled`."""
     dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -153,7 +160,10 @@ def head_gradients(
 
 @torch.no_grad()
 def head_norms(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
 ) -> ScoreNorms:
     """‖∂ log π/∂(W, b)‖ of the output layer z = W h + b, also if W is frozen or tied to the embedding."""
     sums = Squares(rows, structure.dtype)
@@ -170,7 +180,10 @@ def head_norms(
 
 
 def local_norms(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
 ) -> ScoreNorms:
     """Local norms of all chosen tokens. The model must be in eval mode."""
     structure.require_local()
@@ -217,7 +230,9 @@ def add_local(
 
 
 def _segments(
-    model: nn.Module, structure: Structure, chunk: Rows
+    model: nn.Module,
+    structure: Structure,
+    chunk: Rows,
 ) -> Iterator[tuple[Rows, DynamicCache | None]]:
     """Parts of long rows, so that activations are of one part, and the cache that each continues; what it holds is constant."""
     with torch.no_grad():
@@ -249,7 +264,10 @@ def _without_graph(states: Tensor, stop: int) -> Tensor:
 
 
 def exact_norms(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
 ) -> ScoreNorms:
     """Norms of all chosen tokens, exact up to rounding. The model must be in eval mode."""
     structure.require_uses("exact")

@@ -157,7 +157,12 @@ class ComingStep:
 
 
 def rule_of(
-    optimizer: torch.optim.Optimizer, group: Settings, theta: Tensor, h: Tensor, *, slopes: bool
+    optimizer: torch.optim.Optimizer,
+    group: Settings,
+    theta: Tensor,
+    h: Tensor,
+    *,
+    slopes: bool,
 ) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of a parameter of a group with the clipped gradient h."""
     given = (group, optimizer.state.get(theta, {}), theta, h)
@@ -184,7 +189,14 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 # -- rules
 
 
-def adam(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: bool) -> Rule:
+def adam(
+    group: Settings,
+    state: Settings,
+    theta: Tensor,
+    h: Tensor,
+    *,
+    slopes: bool,
+) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of AdamW or Adam (whose weight decay is added to the gradient), also with amsgrad and maximize."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
     lr = float(group["lr"])
@@ -224,7 +236,14 @@ def adam(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: 
     return step, ((1 - beta1) / first / s - mean / s.square() * slope_of_root).mul_(-lr * sign)
 
 
-def sgd(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: bool) -> Rule:
+def sgd(
+    group: Settings,
+    state: Settings,
+    theta: Tensor,
+    h: Tensor,
+    *,
+    slopes: bool,
+) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of SGD, with momentum, dampening and Nesterov's rule."""
     lr = float(group["lr"])
     momentum = float(group["momentum"])
@@ -242,7 +261,14 @@ def sgd(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: b
     return g * -lr, torch.full_like(h, -lr * sign * rate) if slopes else None
 
 
-def muon(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: bool) -> Rule:
+def muon(
+    group: Settings,
+    state: Settings,
+    theta: Tensor,
+    h: Tensor,
+    *,
+    slopes: bool,
+) -> Rule:
     """Δ of a matrix by Muon or Pion and, with `slopes`, the product with ∂Δ/∂h transposed, by autograd through the iterations."""
     if not slopes:
         return matrix_step(group, state, theta, h), None
@@ -258,7 +284,12 @@ def muon(group: Settings, state: Settings, theta: Tensor, h: Tensor, *, slopes: 
 
 
 def by_autograd(
-    optimizer: torch.optim.Optimizer, group: Settings, theta: Tensor, h: Tensor, *, slopes: bool
+    optimizer: torch.optim.Optimizer,
+    group: Settings,
+    theta: Tensor,
+    h: Tensor,
+    *,
+    slopes: bool,
 ) -> Rule:
     """Δ and, with `slopes`, ∂Δ/∂h of an elementwise optimizer of `torch.optim`, through its differentiable implementation."""
     options = {name: value for name, value in group.items() if name in optimizer.defaults}
@@ -384,7 +415,10 @@ def batch_share(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _shared_terms(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: Tensor, g: Tensor
+    optimizer: torch.optim.Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    g: Tensor,
 ) -> list[float]:
     """s·Δ_own·Δ and s·Δ² of a parameter, see `batch_share`; NaN for an optimizer that has no such step."""
     state = optimizer.state.get(parameter, {})

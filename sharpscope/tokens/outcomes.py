@@ -255,7 +255,10 @@ class Prepared:
                         f"outcome, {self.name}: does not depend on the weights; does it run under no_grad or detach?"
                     )
                 found = torch.autograd.grad(
-                    value, self.parameters, allow_unused=True, materialize_grads=True
+                    value,
+                    self.parameters,
+                    allow_unused=True,
+                    materialize_grads=True,
                 )
             return float(value.detach()), list(found)
         if self.is_plain:
@@ -303,7 +306,11 @@ class Prepared:
 
 
 def _term(
-    outcome: Outcome, model: nn.Module, structure: Structure, rows: Rows, temperature: float
+    outcome: Outcome,
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
 ) -> tuple[Term, float]:
     """The chunk's part of an outcome's mean, or of that of its loss, and a constant of the whole."""
     tokens = int(rows.chosen.sum())
@@ -381,7 +388,10 @@ def _copy(head: Head) -> Head:
 
 @torch.no_grad()
 def _reference(
-    reference: nn.Module | None, model: nn.Module, structure: Structure, pieces: Sequence[Rows]
+    reference: nn.Module | None,
+    model: nn.Module,
+    structure: Structure,
+    pieces: Sequence[Rows],
 ) -> FixedPolicy:
     """A reference policy."""
     assert reference is not None

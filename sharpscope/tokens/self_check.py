@@ -53,7 +53,11 @@ def check_norms(
 
 
 def check_derivative(
-    model: nn.Module, structure: Structure, rows: Rows, temperature: float, check: Check
+    model: nn.Module,
+    structure: Structure,
+    rows: Rows,
+    temperature: float,
+    check: Check,
 ) -> float | None:
     """The error of directional derivatives along one token's gradient, of two tokens, relative to the norms' product."""
 
@@ -118,7 +122,11 @@ class _Sample:
     """Two words after the beginning of the first row that has a chosen token, and plain autograd on them."""
 
     def __init__(
-        self, model: nn.Module, structure: Structure, rows: Rows, temperature: float
+        self,
+        model: nn.Module,
+        structure: Structure,
+        rows: Rows,
+        temperature: float,
     ) -> None:
         self.model, self.temperature = model, temperature
         self.parameters = list(structure.named.values())
@@ -189,7 +197,10 @@ class _Sample:
         )
 
     def largest_error(
-        self, values: Sequence[float], expected: Sequence[float], sizes: Sequence[float]
+        self,
+        values: Sequence[float],
+        expected: Sequence[float],
+        sizes: Sequence[float],
     ) -> float:
         """Max |found − expected|/size; NaN if autograd itself overflows (float16)."""
         if not all(map(math.isfinite, expected)):

@@ -108,7 +108,11 @@ class ShardedProbes:
             return out
 
     def exact(
-        self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float
+        self,
+        input_ids: Tensor,
+        mask: Tensor,
+        attention_mask: Tensor,
+        temperature: float,
     ) -> Tensor:
         """Norms (N, S) of a few tokens, a forward and a backward pass for each; all processes give the same rows."""
         with self._unchanged():
@@ -124,7 +128,11 @@ class ShardedProbes:
             return values
 
     def _prepared(
-        self, input_ids: Tensor, mask: Tensor, attention_mask: Tensor, temperature: float
+        self,
+        input_ids: Tensor,
+        mask: Tensor,
+        attention_mask: Tensor,
+        temperature: float,
     ) -> tuple[Rows, Structure]:
         """The rows of a call and the structure of the model, found in the first call."""
         rows = distributed.together(
@@ -181,7 +189,13 @@ class ShardedProbes:
                 found.append(gradient)
         return found
 
-    def _check(self, name: str, found: float, expected: float, scale: float) -> None:
+    def _check(
+        self,
+        name: str,
+        found: float,
+        expected: float,
+        scale: float,
+    ) -> None:
         """Compare a value with that by the model's own gradient, relative to `scale`, in every process."""
         error = abs(found - expected) / scale if scale else 0.0
         limit = TOLERANCE.get(self._dtype, 5e-2)

@@ -215,7 +215,10 @@ def read_before(model: nn.Module, before: Tensor | None, rows: int) -> DynamicCa
 
 @contextmanager
 def recording(
-    model: nn.Module, structure: Structure, size: tuple[int, int], attention: str
+    model: nn.Module,
+    structure: Structure,
+    size: tuple[int, int],
+    attention: str,
 ) -> Iterator[UseRecorder]:
     """Record the uses of a forward pass over (B, L) = `size` within the block, see `UseRecorder`."""
     recorder = UseRecorder(structure.modules, size)
@@ -315,7 +318,9 @@ class UseRecorder:
     """
 
     def __init__(
-        self, modules: Mapping[nn.Module, Mapping[str, str]], size: tuple[int, int]
+        self,
+        modules: Mapping[nn.Module, Mapping[str, str]],
+        size: tuple[int, int],
     ) -> None:
         self.used: dict[str, int] = {}  # how often each parameter was used
         self._modules = modules
@@ -358,19 +363,33 @@ class UseRecorder:
         self._measure = measure
         try:
             torch.autograd.grad(
-                outputs, self._anchor, cotangents, retain_graph=True, allow_unused=True
+                outputs,
+                self._anchor,
+                cotangents,
+                retain_graph=True,
+                allow_unused=True,
             )
         finally:
             self._measure = None
 
-    def _linear(self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor) -> None:
+    def _linear(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        out: Tensor,
+    ) -> None:
         x = args[0] if args else kwargs["input"]
         # A module with another output, such as a router's, is found to be unhandled.
         if isinstance(out, Tensor) and x.numel() == self._size[0] * self._size[1] * x.shape[-1]:
             self._add("linear", module, x.detach().reshape(*self._size, -1), out)
 
     def _embedding(
-        self, module: nn.Module, args: tuple, kwargs: dict, out: Tensor
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        out: Tensor,
     ) -> Tensor | None:
         if not torch.is_grad_enabled():
             return None
@@ -386,7 +405,13 @@ class UseRecorder:
             self._add("embedding", module, ids, out, ignored=module.padding_idx, factor=factor)
         return out
 
-    def _norm(self, module: nn.Module, args: tuple, kwargs: dict, out: object) -> None:
+    def _norm(
+        self,
+        module: nn.Module,
+        args: tuple,
+        kwargs: dict,
+        out: object,
+    ) -> None:
         """Record a module y = x̂∘w + b or x̂∘(1 + w): x̂ is the change from w = 0 to w = 1."""
         weight, bias = (module._parameters.get(key) for key in ("weight", "bias"))
         if not isinstance(out, Tensor) or weight is None or out.shape[-1:] != weight.shape:
@@ -437,7 +462,13 @@ class UseRecorder:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, cap: float | None, cut: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    cap: float | None,
+    cut: bool,
 ) -> Tensor:
     """softmax(cap·tanh(scale·q·kᵀ/cap) + mask)·v, (B, H, L, d); with `cut` a position's cotangent reaches its own q, k and v only.
 

@@ -222,7 +222,10 @@ class UpdateEffects:
         return Prepared(name, outcome, self.model, self.structure, rows, self.temperature)
 
     def outcome_gradients(
-        self, prepared: Sequence[Prepared], *, after: bool = True
+        self,
+        prepared: Sequence[Prepared],
+        *,
+        after: bool = True,
     ) -> list[tuple[float, list[Tensor]]]:
         """Q and q of each outcome, after the step or before it; means over the same rows share the forward passes."""
         found: dict[str, tuple[float, list[Tensor]]] = {}
@@ -245,7 +248,12 @@ class UpdateEffects:
     def along(self, direction: Sequence[Tensor]) -> Tensor:
         """c_t⟨∇log π_t, direction⟩ (N, S)."""
         values = logp_derivative(
-            self.model, self.structure, self.counted, direction, self.temperature, self._kept
+            self.model,
+            self.structure,
+            self.counted,
+            direction,
+            self.temperature,
+            self._kept,
         )
         return self.coef.to(values) * values
 
@@ -258,7 +266,13 @@ class UpdateEffects:
         with moved_by(self.parameters, step_of_copy(self.step.optimizer, self.parameters, clipped)):
             return outcome.value()
 
-    def judge(self, outcome: Prepared, values: Tensor, check: Check, found: Effects) -> None:
+    def judge(
+        self,
+        outcome: Prepared,
+        values: Tensor,
+        check: Check,
+        found: Effects,
+    ) -> None:
         """Keep an outcome's effects, unless they do not predict what leaving out two tokens does."""
         name = outcome.name
         key = f"effect on {outcome.name}"

@@ -105,7 +105,10 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def save(
-    config: RunConfig, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress
+    config: RunConfig,
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
 ) -> None:
     """Write a checkpoint with unsharded weights and optimizer state; remove those that are not kept. Every process calls it.
 
@@ -116,7 +119,10 @@ def save(
     model = policy.model
     if is_sharded(model):
         gathered = gathered_copy(
-            model, optimizer, torch.device("cpu"), keep=distributed.is_rank_zero()
+            model,
+            optimizer,
+            torch.device("cpu"),
+            keep=distributed.is_rank_zero(),
         )
         model, optimizer = gathered.model, gathered.optimizer
     distributed.rank_zero_call(lambda: _write(config, model, policy.tokenizer, optimizer, progress))

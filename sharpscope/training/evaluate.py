@@ -57,7 +57,13 @@ def evaluate(
             size = max(1, BATCH_COMPLETIONS // k)
             for first in range(0, number, size):
                 drawn, scored = draw_scored(
-                    policy, task, examples[first : first + size], k, sampling, draws, first
+                    policy,
+                    task,
+                    examples[first : first + size],
+                    k,
+                    sampling,
+                    draws,
+                    first,
                 )
                 rewards += scored
                 cut += drawn.truncated.tolist()
@@ -65,7 +71,14 @@ def evaluate(
             totals = [one.total for one in rewards]
             truncated = np.array(cut, dtype=bool).reshape(number, k)
             row = evaluation_row(
-                step, task.name, split, level, correct, totals, temperature, truncated
+                step,
+                task.name,
+                split,
+                level,
+                correct,
+                totals,
+                temperature,
+                truncated,
             )
             for each in pass_at:
                 if each > k:  # one greedy completion says nothing about several
@@ -184,7 +197,10 @@ def _intervals(row: dict[str, Any], pass_at: Sequence[int]) -> dict[str, float]:
         # of k completions each, at most this many independent ones
         groups = row["k"] / min(k, row["k"])
         ends[f"pass_at_{k}"] = accuracy_interval(
-            row[f"pass_at_{k}"], row[f"pass_at_{k}_std_error"], row["n"], groups
+            row[f"pass_at_{k}"],
+            row[f"pass_at_{k}_std_error"],
+            row["n"],
+            groups,
         )
     return {
         f"{name}_{end}": getattr(interval, end)

@@ -99,7 +99,11 @@ class Learner:
         return made
 
     def clipping(
-        self, method: Method, gradients: Gradient, norm: float, progress: float
+        self,
+        method: Method,
+        gradients: Gradient,
+        norm: float,
+        progress: float,
     ) -> Clipping:
         """The clip of a gradient with this global norm: by module type, if the method does so, then to `max_grad_norm`.
 
@@ -275,7 +279,14 @@ class Learner:
         capture = StepCapture.of_known(batch, stats)
         plan = self.plan(rollouts, advantage, step, progress, method, stats)
         work = Updates(
-            self, rollouts, advantage, progress, method, plan, capture, references=references
+            self,
+            rollouts,
+            advantage,
+            progress,
+            method,
+            plan,
+            capture,
+            references=references,
         )
         try:
             gradient = work.gradient(0, torch.arange(len(rollouts)), 0)
@@ -339,7 +350,10 @@ class Learner:
         return self.scorer.per_token(rollouts, function, 2, advantage=each)
 
     def _schedule(
-        self, rollouts: Rollouts, step: int, method: Method
+        self,
+        rollouts: Rollouts,
+        step: int,
+        method: Method,
     ) -> Iterator[tuple[Tensor, int]]:
         """Rows and pass of each update: groups stay whole and are assigned to mini-batches in a seeded order."""
         groups = torch.unique(rollouts.group.cpu())
@@ -361,7 +375,10 @@ class Learner:
 
 
 def calibrated(
-    method: Method, drawn: RolloutBatch, stats: TokenStats, progress: float
+    method: Method,
+    drawn: RolloutBatch,
+    stats: TokenStats,
+    progress: float,
 ) -> Method | None:
     """The method with the constants of its token weight fixed on a batch; None where they need a gradient and it has none."""
     tensors = step_tensors(drawn.rollouts, drawn.advantage, stats, stats.logp, progress, method)
@@ -452,7 +469,9 @@ def build_optimizer(model: nn.Module, spec: OptimizerSpec) -> torch.optim.Optimi
 
 
 def _muon(
-    model: nn.Module, trainable: Sequence[nn.Parameter], spec: OptimizerSpec
+    model: nn.Module,
+    trainable: Sequence[nn.Parameter],
+    spec: OptimizerSpec,
 ) -> torch.optim.Optimizer:
     """Muon or Pion: matrices but embeddings and the output layer by the polynomial, the rest by AdamW."""
     if any(is_shard(p) for p in trainable):

@@ -254,7 +254,10 @@ class _Run:
             # it is searched again, so that step 0 is recorded as it was
             info.pop("probe_radius", None)
         run_folder.note(
-            run_dir, status="running", steps_done=done, notes=[*info.get("notes", []), *notes]
+            run_dir,
+            status="running",
+            steps_done=done,
+            notes=[*info.get("notes", []), *notes],
         )
         status, reason = "failed", ""
         title = f"{method_label(config.method)} · {config.task.kind} · seed {config.seed}"
@@ -264,7 +267,10 @@ class _Run:
             with run_folder.trace_writer(run_dir) as writer, _stop_after_step(self._interrupt):
                 self.writer = writer
                 self.rows = StepWriter(
-                    writer, config.recording, self.policy.head, config.rollout.temperature
+                    writer,
+                    config.recording,
+                    self.policy.head,
+                    config.rollout.temperature,
                 )
                 self.display.status("choosing the probe set")
                 events = self.observers.start(self.task, info)
@@ -387,7 +393,12 @@ class _Run:
     # -- parts of a step ---------------------------------------------------------------------------------------------
 
     def _health(
-        self, step: int, batch: RolloutBatch, method: Method, progress: float, lr: float
+        self,
+        step: int,
+        batch: RolloutBatch,
+        method: Method,
+        progress: float,
+        lr: float,
     ) -> StepHealth:
         """The health rules of a step; they name the last checkpoint before it."""
         every = self.config.checkpoint.every
@@ -460,7 +471,10 @@ class _Run:
         if not self.method.weight.needs_calibration:
             return self.method
         found = calibrated(
-            self.method, batch, self.learner.scorer.statistics(batch.rollouts), progress
+            self.method,
+            batch,
+            self.learner.scorer.statistics(batch.rollouts),
+            progress,
         )
         if found is None:
             text = "no token has a gradient yet: token weights are 1, and are calibrated at the first step with one"

@@ -34,7 +34,10 @@ class DataOrder:
     seed: int
     cursor: int = 0
     _permutations: dict[int, list[int]] = field(
-        init=False, default_factory=dict, repr=False, compare=False
+        init=False,
+        default_factory=dict,
+        repr=False,
+        compare=False,
     )
 
     def take(self, count: int) -> list[Example]:
@@ -211,7 +214,11 @@ def _undecided(rewards: Sequence[Reward]) -> bool:
 
 
 def draw_group(
-    policy: Policy, task: Task, examples: list[Example], spec: RolloutSpec, seed: int
+    policy: Policy,
+    task: Task,
+    examples: list[Example],
+    spec: RolloutSpec,
+    seed: int,
 ) -> tuple[Rollouts, list[Reward]]:
     """`spec.group_size` completions per example with their rewards, before any penalty."""
     completions, rewards = draw_scored(policy, task, examples, spec.group_size, spec, seed)

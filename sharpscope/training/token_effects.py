@@ -23,17 +23,28 @@ if TYPE_CHECKING:
 
 
 def unweighted_coefficients(
-    method: Method, step: StepTensors, max_completion_length: int
+    method: Method,
+    step: StepTensors,
+    max_completion_length: int,
 ) -> Tensor:
     """∂L/∂log π_t (N, T) of one update of all rows at ratio 1, with all weights 1 and without KL term and penalty."""
-    changes = {"weight": UniformWeight(), "kl": Kl(), "penalty": None, "tokens": None}
+    changes = {
+        "weight": UniformWeight(),
+        "kl": Kl(),
+        "penalty": None,
+        "tokens": None,
+    }
     plain = method.model_copy(update=changes)
     plan = prepare(plain, step)
     return first_update(plain, plan, step.group, max_completion_length).coef
 
 
 def step_effects(
-    learner: Learner, rollouts: Rollouts, step: StepTensors, method: Method, spec: EffectWeight
+    learner: Learner,
+    rollouts: Rollouts,
+    step: StepTensors,
+    method: Method,
+    spec: EffectWeight,
 ) -> Tensor:
     """Effects (N, T) of the tokens on `spec.outcome` if all rows make one update of the unweighted method, from the present state.
 

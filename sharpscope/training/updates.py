@@ -130,7 +130,12 @@ class Updates:
         )
 
     def _result(
-        self, gradient: _Gradient, norms: Norms, moved: Norms, clip_factor: float, **rest: Any
+        self,
+        gradient: _Gradient,
+        norms: Norms,
+        moved: Norms,
+        clip_factor: float,
+        **rest: Any,
     ) -> UpdateResult:
         """An update with the norms of the gradient that the optimizer gets and of its step, which is recorded."""
         result = UpdateResult(
@@ -172,7 +177,10 @@ class Updates:
         if not (math.isfinite(gradient.loss) and math.isfinite(norm)):
             return self.skip(gradient, norm)
         clip = learner.clipping(
-            self.method, [p.grad for p in learner.parameters], norm, self.progress
+            self.method,
+            [p.grad for p in learner.parameters],
+            norm,
+            self.progress,
         )
         rotation = self.rotation(gradient.rows, norm) if self.rotations else None
         _scale_gradients(learner.parameters, clip.factors)
@@ -208,7 +216,9 @@ class Updates:
         """Norms of the step that an optimizer other than AdamW is about to make with the gradient in `.grad`."""
         learner = self.learner
         steps = coming_step(
-            learner.optimizer, learner.parameters, [p.grad for p in learner.parameters]
+            learner.optimizer,
+            learner.parameters,
+            [p.grad for p in learner.parameters],
         )
         return norms(zip(learner.parameters, steps, strict=True), learner.groups)
 
@@ -277,7 +287,11 @@ class Updates:
                 ).loss
                 if scored.values is not None:
                     loss -= entropy_bonus(
-                        self._entropy_coef, plan, scored.values[of], tokens, pass_index=pass_index
+                        self._entropy_coef,
+                        plan,
+                        scored.values[of],
+                        tokens,
+                        pass_index=pass_index,
                     )
                 total[index] += float(loss) * len(prompts)
         for _ in range(idle):
@@ -287,7 +301,12 @@ class Updates:
     # -- gradients ---------------------------------------------------------------------------------------------------
 
     def _backward(
-        self, rows: Tensor, pass_index: int, *, part: Tensor | None = None, record: bool = False
+        self,
+        rows: Tensor,
+        pass_index: int,
+        *,
+        part: Tensor | None = None,
+        record: bool = False,
     ) -> tuple[float, float]:
         """∇L of some rows, in ascending order, into `.grad`, summed over microbatches and processes.
 
@@ -313,7 +332,12 @@ class Updates:
         for number, micro in enumerate([*batches, *still]):
             scale = normalizer[torch.searchsorted(rows, micro)]
             loss, bonus = self._microbatch(
-                micro, scale, pass_index, loss_tokens, moves=number < len(batches), record=record
+                micro,
+                scale,
+                pass_index,
+                loss_tokens,
+                moves=number < len(batches),
+                record=record,
             )
             total = total + loss
             entropy = entropy + bonus
@@ -355,7 +379,11 @@ class Updates:
             if scored.values is not None:
                 coef = self._entropy_coef
                 loss = loss - entropy_bonus(
-                    coef, plan, scored.values, loss_tokens, pass_index=pass_index
+                    coef,
+                    plan,
+                    scored.values,
+                    loss_tokens,
+                    pass_index=pass_index,
                 )
                 inside = torch.where(mask, scored.values.detach(), 0.0)
                 entropy = float(inside.sum(dtype=torch.float64))
@@ -450,7 +478,10 @@ class Updates:
             )
         ]
         return UpdateRotation(
-            rotation(gradients, reference), rotation(*steps), noise, time.perf_counter() - started
+            rotation(gradients, reference),
+            rotation(*steps),
+            noise,
+            time.perf_counter() - started,
         )
 
     def rotations_by_half(self, rows: Tensor) -> list[float]:

@@ -51,7 +51,10 @@ class Krylov:
         self.capacity = min(capacity, operator.size)
         # One more row than the capacity, for the next direction.
         self._basis = torch.zeros(
-            self.capacity + 1, operator.size, dtype=operator.dtype, device=operator.device
+            self.capacity + 1,
+            operator.size,
+            dtype=operator.dtype,
+            device=operator.device,
         )
         self.projection = np.zeros((self.capacity, self.capacity))
         self.size = 0

@@ -12,7 +12,10 @@ from sharpscope.surface.operators import Operator
 
 
 def hutchpp(
-    operator: Operator, subspace: Krylov, probes: int, generator: torch.Generator
+    operator: Operator,
+    subspace: Krylov,
+    probes: int,
+    generator: torch.Generator,
 ) -> tuple[float, float]:
     """Unbiased trace by Hutch++ and its standard error over at least 2 probes, of one product each.
 
@@ -28,7 +31,10 @@ def hutchpp(
         probe = (2 * signs - 1).to(device=operator.device, dtype=operator.dtype)
         for _ in range(2):
             probe = torch.addmv(
-                probe, subspace.basis.T, inner(subspace.basis, probe).to(probe), alpha=-1
+                probe,
+                subspace.basis.T,
+                inner(subspace.basis, probe).to(probe),
+                alpha=-1,
             )
         sample = float(inner((operator @ probe)[None], probe))
         if not math.isfinite(sample):

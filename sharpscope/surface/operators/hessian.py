@@ -28,7 +28,11 @@ def graph_product(loss: Tensor, parameters: Sequence[Tensor]) -> Callable[[Tenso
         parts = unflatten(vector, parameters)
         chosen = [parts[i] for i in active]
         second = torch.autograd.grad(
-            outputs, parameters, chosen, retain_graph=True, allow_unused=True
+            outputs,
+            parameters,
+            chosen,
+            retain_graph=True,
+            allow_unused=True,
         )
         return flatten(second, parameters)
 
@@ -48,7 +52,9 @@ class FiniteDifference(Operator):
     """
 
     def __init__(
-        self, parameters: Sequence[Tensor], gradient_at: Callable[[Tensor], Tensor]
+        self,
+        parameters: Sequence[Tensor],
+        gradient_at: Callable[[Tensor], Tensor],
     ) -> None:
         super().__init__(parameters, self._difference)
         self.error = math.nan

@@ -29,7 +29,11 @@ class Jacobian:
         self.outputs, self.parameters = outputs, parameters
         self._cotangent = torch.zeros_like(outputs, requires_grad=True)
         pulled = torch.autograd.grad(
-            outputs, parameters, self._cotangent, create_graph=True, allow_unused=True
+            outputs,
+            parameters,
+            self._cotangent,
+            create_graph=True,
+            allow_unused=True,
         )
         self._active = [i for i, part in enumerate(pulled) if part is not None]
         self._pulled = [part for part in pulled if part is not None]
@@ -44,13 +48,19 @@ class Jacobian:
     def transposed(self, cotangent: Tensor) -> Tensor:
         """Jᵀ u (P,) of u shaped like the outputs."""
         parts = torch.autograd.grad(
-            self.outputs, self.parameters, cotangent, retain_graph=True, allow_unused=True
+            self.outputs,
+            self.parameters,
+            cotangent,
+            retain_graph=True,
+            allow_unused=True,
         )
         return flatten(parts, self.parameters)
 
 
 def sandwich(
-    outputs: Tensor, parameters: Sequence[Tensor], inside: Callable[[Tensor], Tensor]
+    outputs: Tensor,
+    parameters: Sequence[Tensor],
+    inside: Callable[[Tensor], Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """Products v ↦ Jᵀ A J v (P,), where `inside` computes A u of u shaped like the outputs."""
     jacobian = Jacobian(outputs, parameters)
@@ -58,7 +68,9 @@ def sandwich(
 
 
 def gauss_newton_product(
-    outputs: Tensor, loss_of: Callable[[Tensor], Tensor], parameters: Sequence[Tensor]
+    outputs: Tensor,
+    loss_of: Callable[[Tensor], Tensor],
+    parameters: Sequence[Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """Products with Jᵀ ∇²_z L J, the loss being `loss_of` the outputs z, a scalar."""
     z = outputs.detach().requires_grad_()
@@ -74,7 +86,10 @@ def gauss_newton_product(
 
 
 def fisher_product(
-    logits: Tensor, weight: float, temperature: float, parameters: Sequence[Tensor]
+    logits: Tensor,
+    weight: float,
+    temperature: float,
+    parameters: Sequence[Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """Products with weight · Σ_t E_{y ~ π_t}[∇ln π_t(y) ∇ln π_t(y)ᵀ] of tokens with logits z (M, V), exact over the vocabulary."""
     p = torch.softmax(logits.detach() / temperature, -1)
@@ -88,7 +103,9 @@ def fisher_product(
 
 
 def empirical_fisher_product(
-    terms: Tensor, weight: float, parameters: Sequence[Tensor]
+    terms: Tensor,
+    weight: float,
+    parameters: Sequence[Tensor],
 ) -> Callable[[Tensor], Tensor]:
     """Products with weight · Σ_i ∇ℓ_i ∇ℓ_iᵀ of the terms ℓ (M,) of a loss."""
     return sandwich(terms, parameters, lambda u: u * weight)
