@@ -339,3 +339,9 @@ def test_an_ablation_without_a_heldout_accuracy_says_what_it_needs(tmp_path):
     with pytest.raises(UserError, match=r"ablation: nothing to show; it needs .*accuracy"):
         plots.ablation(load_runs(tmp_path))
     assert not [name for name, _ in plots.all_figures(load_runs(tmp_path)) if name == "ablation"]
+
+
+def test_pairs_of_one_run_say_that_two_settings_are_needed(tmp_path):
+    write_report_run(tmp_path / "alone", "grpo")
+    with pytest.raises(UserError, match="paired: nothing to show; it needs Runs of two settings"):
+        plots.paired(load_runs(tmp_path))

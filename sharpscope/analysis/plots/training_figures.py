@@ -62,9 +62,9 @@ def largest_study(runs: Runs) -> Study:
 
 def ends(values: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the mean over seeds; the mean itself of fewer than FEWEST."""
-    data = np.asarray(values, dtype=float)
+    data = np.asarray(values, float)
     interval = mean_interval(data) if len(data) >= FEWEST else None
-    mean = float(data.mean())
+    mean = data.mean()
     return (mean, mean) if interval is None else (interval.low, interval.high)
 
 
@@ -104,6 +104,7 @@ def trajectory_frame(runs: Runs) -> pd.DataFrame:
     there = set(values["quantity"])
     accuracies = [name for name in TRAJECTORIES[2:] if name in there]
     shown = values["quantity"].isin([*TRAJECTORIES[:2], *accuracies[:1]])
+    # the frame is public, as CSV: only what the figure shows
     columns = ["setting", "seed", "step", "quantity", "value"]
     return values.loc[shown, columns].reset_index(drop=True)
 
@@ -115,6 +116,7 @@ def trajectories(figure: Picture, frame: pd.DataFrame) -> None:
     for axis, quantity, rows in figure.panels_by(frame, "quantity", 1.9, across=3):
         mean_lines(axis, rows, "setting", palette)
         if quantity == STEPS["grad_norm"].name:
+            # a few steps with a tiny gradient would leave the rest of a logarithmic axis empty
             positive = rows.loc[rows["value"] > 0, "value"]
             axis.set_ylim(bottom=0.8 * float(positive.quantile(0.005)))
             log_axis(axis)
@@ -170,6 +172,7 @@ def ablation_frame(runs: Runs) -> pd.DataFrame:
     first = min(rows["quantity"], key=lambda name: "greedy" not in name, default="")
     rows = rows[rows["quantity"] == first]
     baseline, treatment = (rows[name].str.split(" (", regex=False) for name in SIDES)
+    # methods rather than settings of one method, where there are both
     another = treatment.str[0] != baseline.str[0]
     rows = rows[another] if another.any() else rows
     points = 100 * rows[ENDS].astype(float)
@@ -239,6 +242,8 @@ def paired_frame(
     study = largest_study(runs)
     first, second = two_settings(study, baseline, treatment)
     values = study_values(study.only([first, second]))
+    if first == second:  # there is one setting only
+        return values[:0]
     values = values[values["quantity"].isin([STEPS[name].name for name in PAIRED])]
     keys = ["quantity", "seed", "step"]
     table = values.pivot_table(
@@ -249,6 +254,7 @@ def paired_frame(
     )
     both = table.reindex(columns=[first, second]).dropna()
     frame = (both[second] - both[first]).rename("value").reset_index()
+    # a quantity that is equal in both runs at every step would be an empty panel
     varied = frame.groupby("quantity")["value"].transform(lambda v: v.abs().max()) > 0
     return frame[varied].assign(baseline=first, treatment=second).reset_index(drop=True)
 
@@ -294,6 +300,7 @@ def forest_frame(
     """Runs of two settings that share a seed (choices: `baseline`, `treatment`)."""
     rows = compared(runs, two_settings(largest_study(runs), baseline, treatment))
     share = rows["unit"] == "share"
+    # quantities of different units share an axis only as parts of the baseline's value
     scale = rows["baseline_value"].abs().replace(0.0, np.nan).where(~share, 1.0)
     kept = rows[[*SIDES, "quantity", "n"]].join(100 * rows[ENDS].astype(float).div(scale, axis=0))
     kept["unit"] = share.map({True: "points", False: "% of the baseline"})
@@ -370,6 +377,7 @@ def sharpness(figure: Picture, frame: pd.DataFrame) -> None:
 def layer_step_frame(runs: Runs) -> pd.DataFrame:
     """Gradient norms by layer (`updates.grad_norm_by_layer`) at two steps or more."""
     table = layer_norms(runs[0])
+    # groups of a decoder layer, such as `12.attention`, are one row
     layer = table["group"].astype(str).str.extract(r"^(\d+)\.")[0].fillna(table["group"])
     table = table.assign(layer=layer, square=table["grad_norm"] ** 2)
     updates = table.groupby(["layer", "step", "update"], sort=False)["square"].sum() ** 0.5
@@ -383,6 +391,7 @@ def layer_steps(figure: Picture, frame: pd.DataFrame) -> None:
     """Which layer's gradient grew at which step: its norm as a multiple of the layer's median, as a heat map of one run."""
     doublings = frame.assign(value=np.log2(frame["times"].astype(float)))
     table = doublings.pivot(index="layer", columns="step", values="value")
+    # the embedding first, layers by number, then what follows them
     numbers = [int(name) if name.isdigit() else 10**6 for name in table.index]
     rank = [-1 if name == "embedding" else n for name, n in zip(table.index, numbers, strict=True)]
     order = list(table.index[np.argsort(rank, kind="stable")])
@@ -400,6 +409,7 @@ LOG_COLUMNS = ("step", "value", "quantity", "log", "onset", "finding")
 def log_frame(file: Path, run: str | None = None) -> pd.DataFrame:
     """A training log of five steps or more, as `sharpscope diagnose` reads it (choice: `run`, of a file with several)."""
     found = diagnose(file, run=run)
+    # reversed, so that of several findings of a quantity the first remains
     begins = {f.began.quantity: (f.step, f.rule.title) for f in reversed(found.findings)}
     names = [name for name in found.log.frame if found.log.finite(str(name)).nunique() > 1]
     names = sorted(names, key=lambda name: begins.get(str(name), (np.inf, ""))[0])[:LOGGED]
