@@ -58,7 +58,7 @@ class Interval:
 
 def mean_interval(values: Sequence[float] | Numbers) -> Interval | None:
     """Student's interval of the mean of `values` (n,), mean ± t_{0.975, n−1}·s/√n; None for fewer than 2 finite ones."""
-    data = np.asarray(values, dtype=np.float64)
+    data = np.asarray(values, float)
     n = len(data)
     if n < 2 or not np.isfinite(data).all():
         return None
@@ -78,7 +78,7 @@ def series_mean(values: Numbers) -> tuple[float, float]:
 
     The error is NaN for fewer than 4 values; a value that is not a number makes both so.
     """
-    x = np.asarray(values, dtype=float)
+    x = np.asarray(values, float)
     mean = float(x.mean()) if x.size else math.nan
     if x.size < 4 or not np.isfinite(x).all():
         return mean, math.nan
@@ -93,7 +93,7 @@ def contrast_interval(values: Numbers) -> Interval | None:
 
     At 95 %, 6 is the smallest n with which a sign-flip test can reject anything.
     """
-    data = np.sort(np.asarray(values, dtype=np.float64))  # resamples must not depend on the order
+    data = np.sort(np.asarray(values, float))  # resamples must not depend on the order
     if len(data) >= BCA_FROM:
         return bootstrap_interval(data)
     ends = sign_flip_interval(data) if len(data) else None
@@ -139,7 +139,7 @@ def bootstrap_interval(
 
     `statistic` takes (B, p) means over drawn clusters and gives (B,); None: the mean of (n,).
     """
-    data = np.asarray(clusters, dtype=np.float64)
+    data = np.asarray(clusters, float)
     n = len(data)
     table = data.reshape(n, -1)
     if statistic is None and np.ptp(data) <= 1e-12 * np.abs(data).max():
@@ -226,6 +226,7 @@ def sign_flip_interval(
     outside = int(0.025 * 2**n + 1e-9)  # pieces left out on each side
     if outside < 1:
         return None
+    # the first pattern, all −1, is the empty subset
     chosen = (_patterns(n)[1:] + 1) / 2  # (2^n − 1, n) members of each non-empty subset
     means = np.sort(
         chosen @ data / np.maximum(chosen @ (np.ones(n) if weight is None else weight), 1e-300)
@@ -234,7 +235,7 @@ def sign_flip_interval(
 
 
 def _checked(values: Numbers) -> Doubles:
-    data = np.asarray(values, dtype=np.float64)
+    data = np.asarray(values, float)
     if data.ndim != 1 or not len(data) or not np.isfinite(data).all():
         raise ValueError(f"sign flips need at least one value, all finite; got shape {data.shape}")
     return data
@@ -261,8 +262,8 @@ def _draws(n: int) -> Doubles:
 
 def weighted_ranks(values: Numbers, weight: Numbers) -> Doubles:
     """(n,) mid-ranks in (0, 1): the share of weight below plus half of the weight that ties."""
-    data = np.asarray(values, dtype=np.float64)
-    w = np.asarray(weight, dtype=np.float64)
+    data = np.asarray(values, float)
+    w = np.asarray(weight, float)
     levels, key = np.unique(data, return_inverse=True)
     mass = np.bincount(key, weights=w, minlength=len(levels))
     below = np.cumsum(mass) - mass
@@ -277,7 +278,7 @@ def cluster_moments(
     `weight` (n,) ≥ 0, e.g. inverse drawing probabilities, is scaled to sum to n.
     """
     table = np.column_stack([x, *controls, y]).astype(np.float64)  # (n, p)
-    w = np.asarray(weight, dtype=np.float64) * len(table) / np.sum(weight)
+    w = np.asarray(weight, float) * len(table) / np.sum(weight)
     centered = table - (w @ table) / w.sum()
     return np.asarray((centered * w[:, None]).T @ centered)
 

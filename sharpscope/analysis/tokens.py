@@ -11,10 +11,14 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from sharpscope.analysis.statistics import Doubles
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
 
-Columns = Mapping[str, np.ndarray]
+Columns = Mapping[str, Doubles]
+"""Columns (n,) of the tokens of a step, NaN where nothing was recorded."""
+Found = dict[str, Any] | None
+"""What a reducer makes of a step; None if the step has nothing for it."""
 
 BATCH_ROWS = 400_000
 """Token rows held at once [tokens]; a step is never divided."""
@@ -31,14 +35,14 @@ class Reducer:
 
     Attributes:
         name: key of its results.
-        columns: of the tokens table; float columns hold NaN where nothing was recorded.
+        columns: of the tokens table.
         reduce: columns (n,) of one step's tokens, run → values, or None if the step has nothing for it.
         needs: a column that must have a value in a step; steps without one are not passed on.
     """
 
     name: str
     columns: tuple[str, ...]
-    reduce: Callable[[Columns, Run], dict[str, Any] | None]
+    reduce: Callable[[Columns, Run], Found]
     needs: str | None = None
 
 
@@ -62,24 +66,20 @@ def scan(runs: Mapping[str, Run], reducers: Sequence[Reducer]) -> dict[str, list
         if run.reductions is not None:  # computed before the token table was left out
             for row in run.reductions:
                 if row.name in result and row.step >= 0:
-                    result[row.name].append(
-                        Reduced(name, run.method, run.seed, row.step, row.tokens, row.values)
-                    )
+                    one = Reduced(name, run.method, run.seed, row.step, row.tokens, row.values)
+                    result[row.name].append(one)
             continue
+        needed = {reducer.needs for reducer in reducers if reducer.needs}
         for step, tokens in steps_of(run, columns):
-            recorded = {
-                column: _recorded(tokens[column])
-                for column in {r.needs for r in reducers if r.needs}
-            }
+            recorded = {None, *(column for column in needed if np.isfinite(tokens[column]).any())}
+            count = len(tokens[columns[0]])
             for reducer in reducers:
-                if reducer.needs is not None and not recorded[reducer.needs]:
+                if reducer.needs not in recorded:
                     continue
                 values = reducer.reduce(tokens, run)
                 if values is not None:
-                    rows = len(next(iter(tokens.values())))
-                    result[reducer.name].append(
-                        Reduced(name, run.method, run.seed, step, rows, values)
-                    )
+                    one = Reduced(name, run.method, run.seed, step, count, values)
+                    result[reducer.name].append(one)
     return result
 
 
@@ -88,13 +88,13 @@ def steps_of(run: Run, columns: Sequence[str]) -> Iterator[tuple[int, Columns]]:
     steps = run.token_steps
     if not steps:
         return
-    size = max(1, int(BATCH_ROWS * len(steps) / max(1, run.rows("tokens"))))
+    rows_of_step = max(1, run.rows("tokens")) / len(steps)
+    size = max(1, int(BATCH_ROWS / rows_of_step))  # steps of a batch
     for start in range(0, len(steps), size):
-        frame = run.tokens(
-            steps[start : start + size], ["step", *(c for c in columns if c != "step")]
-        )
+        read = dict.fromkeys(["step", *columns])
+        frame = run.tokens(steps[start : start + size], list(read))
         for step, rows in frame.groupby("step"):  # also a step that was written in several parts
-            yield int(str(step)), {column: rows[column].to_numpy() for column in columns}
+            yield int(str(step)), {column: rows[column].to_numpy(float) for column in columns}
 
 
 def passed_steps(run: Run) -> list[int] | None:
@@ -121,9 +121,7 @@ def sampled_by(run: Run) -> str:
     return "rollout" if run.info.get("sampled") == "rows" else "group"
 
 
-def sampling_error(
-    values: NDArray[np.float64], units: pd.Series, chance: NDArray[np.float64]
-) -> float:
+def sampling_error(values: Doubles, units: pd.Series, chance: Doubles) -> float:
     """Standard error of Σ value/chance over the tokens (n,) of units that are a simple random sample, each drawn with one chance.
 
     √(m·(1 − f)·s²)/f of m units, a share f of all, whose sums have the variance s² (Cochran, Sampling Techniques, theorem 2.2);
@@ -140,23 +138,23 @@ def sample_text(run: Run, tokens: pd.DataFrame) -> str:
     shares = shares[shares < 1]
     if shares.empty:
         return ""
-    least, most = (f"{100 * share:.3g}" for share in (shares.min(), shares.max()))
+    least = f"{100 * shares.min():.3g}"
+    most = f"{100 * shares.max():.3g}"
+    share = least if least == most else f"{least} to {most}"
     which = "completions" if sampled_by(run) == "rollout" else "groups"
-    return f"a random {least if least == most else f'{least} to {most}'} % of each update's {which}"
+    return f"a random {share} % of each update's {which}"
 
 
-def inverse_inclusion(tokens: Columns | pd.DataFrame) -> NDArray[np.float64]:
+def inverse_inclusion(tokens: Columns | pd.DataFrame) -> Doubles:
     """(n,) inverse probability that a token's group was drawn to be measured; 1 where none is recorded: all groups were.
 
     Sums weighted by it are unbiased for the sums over all tokens (Horvitz and Thompson 1952).
     """
-    chance = np.asarray(tokens[INCLUSION], dtype=np.float64)
+    chance = np.asarray(tokens[INCLUSION], float)
     return np.asarray(1.0 / np.where(chance > 0, chance, 1.0))
 
 
-def held_by_largest(
-    size: np.ndarray, count: np.ndarray, at: float | NDArray[np.float64]
-) -> NDArray[np.float64]:
+def held_by_largest(size: np.ndarray, count: np.ndarray, at: float | Doubles) -> Doubles:
     """Share of Σ size that the largest members hold, at shares `at` of the members: a Lorenz curve from its upper end.
 
     Args:
@@ -170,7 +168,7 @@ def held_by_largest(
     return np.asarray(np.interp(at, members / members[-1], held / max(held[-1], 1e-300)))
 
 
-def sums_by(key: NDArray[Any], values: Mapping[str, NDArray[np.float64]]) -> pd.DataFrame:
+def sums_by(key: NDArray[Any], values: Mapping[str, Doubles]) -> pd.DataFrame:
     """The sum of each of `values` (n,) over the rows of each key (n,), which is the index."""
     codes, keys = pd.factorize(key)
     sums = {name: np.bincount(codes, each, len(keys)) for name, each in values.items()}
@@ -184,21 +182,17 @@ def check_recorded(by: str, step: int | None, recorded: Sequence[int]) -> None:
         raise UserError(f"--by {by}: not recorded at step {step}; recorded at steps {there}")
 
 
-def row_probability(tokens: pd.DataFrame) -> NDArray[np.float64]:
+def row_probability(tokens: pd.DataFrame) -> Doubles:
     """(n,) probability that a token's row was written; 1 where none is recorded: all were."""
-    return np.asarray(tokens[ROW].astype(float).fillna(1.0), dtype=np.float64)
+    return np.asarray(tokens[ROW].astype(float).fillna(1.0), float)
 
 
-def complement(logp: np.ndarray) -> NDArray[np.float64]:
+def complement(logp: np.ndarray) -> Doubles:
     """1 − π = −expm1(ln π), without cancellation."""
-    return np.asarray(-np.expm1(np.asarray(logp, dtype=np.float64)))
+    return np.asarray(-np.expm1(np.asarray(logp, float)))
 
 
 def deciles(logp: np.ndarray) -> NDArray[np.int_]:
     """(n,) decile of each token by rank of ln π, 1 = least likely; ties by order."""
     rank = np.argsort(np.argsort(logp, kind="stable"), kind="stable")
     return np.asarray(rank * DECILES // max(1, len(rank)) + 1)
-
-
-def _recorded(values: np.ndarray) -> bool:
-    return bool(np.isfinite(values).any()) if values.dtype.kind == "f" else bool(len(values))

@@ -71,6 +71,7 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing]) -> ClaimData
         "accuracy, T = 1": evaluated(SAMPLED),
         "pass@k, T = 1": evaluated(SAMPLED, column="pass_at_k"),
     }
+    # what is measured → against whom → a row for each pair
     found = {
         what: {n: study.differences(p, one) for n, p in pairings.items()}
         for what, one in measures.items()
@@ -83,6 +84,7 @@ def compare_accuracy(study: Study, pairings: Mapping[str, Pairing]) -> ClaimData
         if each is not greedy
     )
     if not all(map(len, greedy.values())):
+        # whom no run pairs with at any temperature: what is missing is the run, not an evaluation of it
         rest = [
             name for name in pairings if not len(greedy[name]) and not len(sampled[name]) and name
         ]
@@ -118,6 +120,7 @@ def greedy_finding(
         numbers = f"greedy {100 * a.mean():+.2g} points, T = 1 {100 * b.mean():+.2g} points"
         if name:
             numbers += f" against {name}"
+        # an effect of sampling alone is one on the sharpness of the distribution, not on the answers
         if hot and not (cold and same_sign):
             undecided.append(f"{text}: {numbers}, shown at T = 1 only")
         elif not same_sign:
@@ -191,6 +194,7 @@ def alignment(study: Study) -> ClaimData:
     if finding.missing or len(known) < len(doses):
         return finding
     target, *rest = known.values()
+    # a control that turns the update less would lose for that reason alone
     if all(target / MATCHED <= angle <= target * MATCHED for angle in rest):
         return finding
     why = f"the dose is not matched ({angles}); the rule allows a factor of {MATCHED:g}"
@@ -204,6 +208,7 @@ def rates(study: Study) -> ClaimData:
     if not treated:
         return ClaimData(missing=f"no run of {method} to compare")
     main = most_common(sorted(study.setting_key(run) for _, run in treated))
+    # reversed, so that of two runs with one seed the one whose name sorts first remains
     ours = {
         run.seed: (name, run) for name, run in reversed(treated) if study.setting_key(run) == main
     }
@@ -222,6 +227,7 @@ def rates(study: Study) -> ClaimData:
         f"{study.baseline} at lr {rate:g}": Pairing(tuple(pairs[rate].values())) for rate in tested
     }
     finding = compare_accuracy(study, named)
+    # a baseline that was tried at larger rates only may be beaten because its own rate is too large
     sides = {
         "below": any(r < own for r in tested),
         "above": any(r > own for r in tested),

@@ -13,13 +13,14 @@ from typing import Literal
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.statistics import (
     FEW_PAIRS,
     NO_COLLAPSE,
+    Doubles,
     Interval,
+    Numbers,
     contrast_interval,
     mean_interval,
     sign_flip_p,
@@ -43,6 +44,7 @@ def shown(value: float, scale: Scale, signed: bool = True) -> str:
     """A number without its unit, on its scale."""
     if not math.isfinite(value) or scale == "plain":
         return number(value)
+    # e^700 is the last power that a float holds, about
     scaled = 100 * (math.expm1(min(value, 700.0)) if scale == "log" else value)
     if abs(scaled) < 1e-9:
         return "0"
@@ -114,15 +116,13 @@ class Statistic:
         return ", ".join(parts)
 
 
-Values = pd.DataFrame | pd.Series | Sequence[float] | NDArray[np.floating]
+Values = pd.DataFrame | pd.Series | Sequence[float] | Numbers
 """Numbers of clusters, or a frame with the column `difference`."""
 
 
-def _numbers(values: Values) -> NDArray[np.float64]:
+def _numbers(values: Values) -> Doubles:
     """Numbers (n,), or the column `difference` of a frame."""
-    return np.asarray(
-        values["difference"] if isinstance(values, pd.DataFrame) else values, dtype=np.float64
-    )
+    return np.asarray(values["difference"] if isinstance(values, pd.DataFrame) else values, float)
 
 
 def mean_estimate(name: str, values: Values, unit: str, scale: Scale = "plain") -> Statistic | None:
@@ -135,6 +135,7 @@ def mean_estimate(name: str, values: Values, unit: str, scale: Scale = "plain") 
     found = Statistic(
         name, float(np.mean(data)), unit, interval, sign_flip_p(data), len(data), "", scale, t
     )
+    # with few clusters every one counts: the middle and the farthest say more than the interval
     if not 1 < len(data) < FEWEST:
         return found
     middle = float(np.median(data))
@@ -163,13 +164,13 @@ class Evidence:
     sizes: tuple[int, ...] = ()
 
 
-def directional(values: NDArray[np.floating], direction: Direction, margin: float) -> Evidence:
+def directional(values: Numbers, direction: Direction, margin: float) -> Evidence:
     """Sign-flip tests of a mean over clusters `values` (n,) that a claim says is higher or lower than 0.
 
     p_supported: of "the mean is 0", two-sided. p_refuted: of "the effect is at least `margin` in the claimed direction",
     one-sided; `margin` is on the values' scale.
     """
-    turned = (1.0 if direction == "higher" else -1.0) * np.asarray(values, dtype=np.float64)
+    turned = (1.0 if direction == "higher" else -1.0) * np.asarray(values, float)
     refuted = sign_flip_p(turned, "less", shift=margin)
     return Evidence(sign_flip_p(turned), bool(turned.mean() > 0), refuted, (len(turned),))
 
@@ -310,6 +311,7 @@ class Claim:
             f"{key} {frame[key].iloc[worst]}" for key in ("seed", "step", "batch") if key in frame
         )
         joined = every([*tests.values(), *finding.evidence])
+        # of parts alone the p that is reported belongs to the effect that is shown
         if not finding.evidence:
             joined = replace(joined, p_supported=tests[weakest].p_supported)
         effect = mean_estimate(
@@ -546,6 +548,7 @@ def too_few(claim: Claim, n: int, evidence: Evidence, level: float) -> str:
         "supported": smallest_sign_flip_p(min(sizes)),
         "refuted": tests * smallest_sign_flip_p(max(sizes), "less"),
     }
+    # a claim that can only be supported, or only be refuted, is not tested
     for verdict, smallest in least.items():
         if smallest > level:
             text = f"{n} {unit} can give no p below {min(1.0, smallest):.3g} for {verdict}, the rule needs {level:g}"

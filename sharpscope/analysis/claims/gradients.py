@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
@@ -27,8 +26,16 @@ from sharpscope.analysis.claims.base import (
 )
 from sharpscope.analysis.measures import by_step, dose_of, log_ratios, probe_rows
 from sharpscope.analysis.spikes import SPIKE_Z
+from sharpscope.analysis.statistics import Doubles
 from sharpscope.analysis.study import Pairing, PairMeasure, Study
-from sharpscope.analysis.tokens import INCLUSION, Columns, Reducer, complement, inverse_inclusion
+from sharpscope.analysis.tokens import (
+    INCLUSION,
+    Columns,
+    Found,
+    Reducer,
+    complement,
+    inverse_inclusion,
+)
 from sharpscope.rules.judging import SPIKE_LEAST, robust_z
 from sharpscope.traces import Run
 
@@ -36,7 +43,7 @@ FEWEST = 20
 """Steps with a gradient that a run must have [steps]."""
 
 
-def roughness(norms: NDArray[np.float64]) -> float | None:
+def roughness(norms: Doubles) -> float | None:
     """Median |ln g_{t+1} − ln g_t| of gradient norms (T,), gaps skipped: unchanged if all are multiplied by one number."""
     good = np.isfinite(norms) & (norms > 0)
     logs = np.log(np.where(good, norms, 1.0))
@@ -44,7 +51,7 @@ def roughness(norms: NDArray[np.float64]) -> float | None:
     return float(np.median(np.abs(steps))) if len(steps) >= FEWEST - 1 else None
 
 
-def spike_rate(norms: NDArray[np.float64]) -> float | None:
+def spike_rate(norms: Doubles) -> float | None:
     """Share of steps whose log norm is more than SPIKE_Z robust deviations above the median of the 50 before; see `robust_z`."""
     logs = np.log(norms[np.isfinite(norms) & (norms > 0)]).tolist()
     if len(logs) < FEWEST:
@@ -53,16 +60,17 @@ def spike_rate(norms: NDArray[np.float64]) -> float | None:
     return float(np.mean(np.array(scores) > SPIKE_Z))
 
 
-def _of_norms(measure: Callable[[NDArray[np.float64]], float | None]) -> PairMeasure:
+def _of_norms(measure: Callable[[Doubles], float | None]) -> PairMeasure:
     """`measure` of both runs' gradient norms over the steps that both made."""
 
     def _both(first: Run, second: Run) -> tuple[float | None, float | None]:
         steps = min(len(first.steps), len(second.steps))
-        norms = [
-            run.steps.sort_values("step")["grad_norm"].to_numpy(dtype=float)[:steps]
-            for run in (first, second)
-        ]
-        return measure(norms[0]), measure(norms[1])
+
+        def _measured(run: Run) -> float | None:
+            norms = by_step(run)["grad_norm"].to_numpy(float)
+            return measure(norms[:steps])
+
+        return _measured(first), _measured(second)
 
     return _both
 
@@ -74,11 +82,10 @@ def smoothness(study: Study, pairing: Pairing) -> ClaimData:
     if not len(rough):
         return ClaimData(missing=f"no pair has {FEWEST} steps with a gradient norm")
     spikes = study.differences(pairing, _of_norms(spike_rate))
+    as_rare = not is_shown(study, spikes, "greater")
     return ClaimData(
         parts={"": rough},
-        conditions=(
-            ("spikes are not shown to be more frequent", not is_shown(study, spikes, "greater")),
-        ),
+        conditions=(("spikes are not shown to be more frequent", as_rare),),
         others=(mean_estimate("spike rate", spikes, "share of steps", "points"),),
     )
 
@@ -94,8 +101,8 @@ FEWEST_CHANGES = 15
 """Changes of entropy with a prediction that a run must have [changes]."""
 
 
-def _predicted(tokens: Columns, run: Run) -> dict[str, object] | None:
-    push = tokens["loss_coef"].astype(np.float64) * tokens["polarity"].astype(np.float64)
+def _predicted(tokens: Columns, run: Run) -> Found:
+    push = tokens["loss_coef"] * tokens["polarity"]
     good = np.isfinite(push)
     # c = ∂L/∂ln π, so a descent step of size η on the token's logits changes its entropy by +η·c·polarity
     return {"push": float(push[good].mean())} if good.any() else None
@@ -122,41 +129,42 @@ def prediction_frame(study: Study) -> pd.DataFrame:
         run = study.finished[name]
         measured = fixed_entropy(run)
         steps = by_step(run)
+        rates = steps["lr"] * steps["updates"]
+        changes = {step: rates[step] * push[step] for step in push if step in rates}
         for before, after in itertools.pairwise(measured.index.astype(int)):
             between = range(before + 1, after + 1)
-            if all(step in push and step in steps.index for step in between):
-                predicted = sum(
-                    float(steps["lr"][step] * steps["updates"][step]) * push[step]
-                    for step in between
-                )
-                rows.append(
-                    (name, run.seed, after, predicted, float(measured[after] - measured[before]))
-                )
+            if all(step in changes for step in between):
+                predicted = sum(changes[step] for step in between)
+                change = measured[after] - measured[before]
+                rows.append((name, run.seed, after, predicted, change))
     frame = pd.DataFrame(rows, columns=["run", "seed", "step", "predicted", "measured"])
-    numbers = frame[["predicted", "measured"]].to_numpy(dtype=float)
+    numbers = frame[["predicted", "measured"]].to_numpy(float)
     return frame[np.isfinite(numbers).all(axis=1)]
 
 
-def partial_correlation(
-    predicted: NDArray[np.float64], measured: NDArray[np.float64], step: NDArray[np.float64]
-) -> float | None:
+def partial_correlation(predicted: Doubles, measured: Doubles, step: Doubles) -> float | None:
     """Correlation of predicted and measured change (T,) after removing a parabola in the step from both."""
     if len(step) < FEWEST_CHANGES:
         return None
-    design = np.vander((step - step.mean()) / (np.ptp(step) or 1.0), 3)
-    left = [v - design @ np.linalg.lstsq(design, v, rcond=None)[0] for v in (predicted, measured)]
-    norms = [float(np.linalg.norm(v)) for v in left]
-    return float(left[0] @ left[1] / (norms[0] * norms[1])) if min(norms) > 0 else None
+    course = (step - step.mean()) / (np.ptp(step) or 1.0)
+    design = np.vander(course, 3)  # (T, 3) of a parabola
+
+    def _without_course(values: Doubles) -> Doubles:
+        """What the parabola leaves of values (T,)."""
+        fitted, *_ = np.linalg.lstsq(design, values, rcond=None)
+        return np.asarray(values - design @ fitted)
+
+    left, right = _without_course(predicted), _without_course(measured)
+    norms = [np.linalg.norm(values) for values in (left, right)]
+    return float(left @ right / (norms[0] * norms[1])) if min(norms) > 0 else None
 
 
 def drift(run: Run) -> float | None:
     """ln(H at the last measurement / H at the first) at fixed tokens: negative where entropy falls."""
-    entropy = fixed_entropy(run).to_numpy(dtype=float)
-    return (
-        math.log(entropy[-1] / entropy[0])
-        if len(entropy) > 1 and min(entropy[0], entropy[-1]) > 0
-        else None
-    )
+    entropy = fixed_entropy(run).to_numpy(float)
+    if len(entropy) < 2 or min(entropy[0], entropy[-1]) <= 0:
+        return None
+    return math.log(entropy[-1] / entropy[0])
 
 
 def entropy(study: Study) -> ClaimData:
@@ -165,18 +173,14 @@ def entropy(study: Study) -> ClaimData:
     drifts = study.differences(
         study.pairing(STABLE), lambda first, second: (drift(first), drift(second))
     )
-    columns = ["predicted", "measured", "step"]
-    found = [
-        (rows["seed"].iloc[0], partial_correlation(*rows[columns].to_numpy(float).T))
-        for _, rows in frame.groupby("run")
-    ]
+    found = []
+    for _, rows in frame.groupby("run"):
+        changes = rows[["predicted", "measured", "step"]].to_numpy(float).T
+        found.append((rows["seed"].iloc[0], partial_correlation(*changes)))
     by_run = pd.DataFrame(found, columns=["seed", "r"]).astype({"r": float})
     by_seed = by_run.groupby("seed")["r"].mean().dropna().to_numpy()
-    others = (
-        mean_estimate(
-            "partial correlation of predicted and measured change", by_seed, "correlation"
-        ),
-    )
+    what = "partial correlation of predicted and measured change"
+    others = (mean_estimate(what, by_seed, "correlation"),)
     if not len(by_seed):
         return ClaimData(missing=_unmeasured(study), others=others)
     if not len(drifts):
@@ -215,22 +219,23 @@ LOW, HIGH = 0.25, 0.9
 """Probabilities below which a token is unlikely, above which it is confident."""
 
 
-def _shares(tokens: Columns, run: Run) -> dict[str, object] | None:
-    pull = np.abs(tokens["loss_coef"].astype(np.float64)) * tokens["score_norm_local"].astype(
-        np.float64
-    )
-    pull = pull * inverse_inclusion(tokens)
-    weight = tokens["weight"].astype(np.float64)
+def _shares(tokens: Columns, run: Run) -> Found:
+    """Shares of Σ |c|·‖∇ ln π‖ (local method) that lucky and confident tokens have."""
+    norm = tokens["score_norm_local"]
+    pull = np.abs(tokens["loss_coef"]) * norm * inverse_inclusion(tokens)
+    weight = tokens["weight"]
     good = np.isfinite(pull) & np.isfinite(weight) & (weight > 0) & (pull > 0)
     if not good.any():
         return None
     pull = pull[good]
     logp = tokens["logp"][good]
-    parts = {
-        "lucky": (logp < np.log(LOW)) & (tokens["advantage"][good] > 0),
-        "confident": logp > np.log(HIGH),
+    lucky = (logp < np.log(LOW)) & (tokens["advantage"][good] > 0)
+    confident = logp > np.log(HIGH)
+    total = pull.sum()
+    return {
+        "lucky": float(pull[lucky].sum() / total),
+        "confident": float(pull[confident].sum() / total),
     }
-    return {name: float(pull[chosen].sum() / pull.sum()) for name, chosen in parts.items()}
 
 
 _READ = ("logp", "advantage", "weight", "loss_coef", "score_norm_local", INCLUSION)
@@ -244,9 +249,8 @@ def _between(study: Study, pairing: Pairing, kind: str) -> pd.DataFrame:
         shares[result.run][result.step] = result.values[kind]
     rows = []
     for pair in pairing.pairs:
-        both = pd.DataFrame(
-            {"baseline": shares[pair.baseline], "treatment": shares[pair.treatment]}
-        ).dropna()
+        of_pair = {"baseline": shares[pair.baseline], "treatment": shares[pair.treatment]}
+        both = pd.DataFrame(of_pair).dropna()
         if len(both):
             rows.append({"seed": pair.seed, **both.mean()})
     return log_ratios(pd.DataFrame(rows, columns=["seed", "baseline", "treatment"]))
@@ -255,7 +259,8 @@ def _between(study: Study, pairing: Pairing, kind: str) -> pd.DataFrame:
 @paired
 def lucky_spikes(study: Study, pairing: Pairing) -> ClaimData:
     """Log ratio of the lucky tokens' gradient share, treatment over baseline, paired by seed."""
-    lucky, sure = (_between(study, pairing, kind) for kind in ("lucky", "confident"))
+    lucky = _between(study, pairing, "lucky")
+    sure = _between(study, pairing, "confident")
     if not len(lucky):
         return ClaimData(missing="no pair has score_norm_local at one step")
     margin = C13.margin_in(study.terms)
@@ -292,14 +297,14 @@ class Check:
         return f"{self.name:<18}{word:<13}{self.title}: {self.text}"
 
 
-def _violations(tokens: Columns, run: Run) -> dict[str, float] | None:
-    norm = tokens["logit_grad_norm"].astype(np.float64)
+def _violations(tokens: Columns, run: Run) -> Found:
+    norm = tokens["logit_grad_norm"]
     seen = np.isfinite(norm)
     if not seen.any():
         return None
-    logp = tokens["logp"][seen].astype(np.float64)
+    logp = tokens["logp"][seen]
     # not recorded: allow for a large one
-    logit = np.nan_to_num(tokens["logit"][seen].astype(np.float64), nan=32.0)
+    logit = np.nan_to_num(tokens["logit"][seen], nan=32.0)
     rest = complement(logp)
     # float32's rounding of 1 − π: ln π is a difference of numbers of the size of the logits over T
     temperature = float((run.config.get("rollout") or {}).get("temperature") or 1.0)
@@ -324,11 +329,10 @@ def logit_bounds(study: Study) -> Check:
     title = "a token's logit gradient lies between (1 − π) and √2·(1 − π)"
     results = study.results(BOUNDS.name, study.finished)
     if not results:
-        return Check(
-            "C1", title, None, "no token rows with logit_grad_norm (recording.tokens_every)"
-        )
-    tokens, below, above = (
-        sum(int(r.values[key]) for r in results) for key in ("tokens", "below", "above")
-    )
-    text = f"{tokens:,} tokens, {below} below and {above} above beyond rounding"
+        text = "no token rows with logit_grad_norm (recording.tokens_every)"
+        return Check("C1", title, None, text)
+    counts = pd.DataFrame([result.values for result in results]).sum()
+    below = int(counts["below"])
+    above = int(counts["above"])
+    text = f"{int(counts['tokens']):,} tokens, {below} below and {above} above beyond rounding"
     return Check("C1", title, below + above == 0, text)

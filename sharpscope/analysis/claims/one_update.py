@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 
 from sharpscope.analysis.claims.base import ClaimData, declared
+from sharpscope.analysis.frames import stacked
 from sharpscope.analysis.measures import Dose
 from sharpscope.analysis.study import Study
 from sharpscope.methods import control_label
@@ -20,7 +21,12 @@ from sharpscope.traces import MAX_SATURATION
 FEWEST_STATES = 6
 """States from which they are the clusters; with fewer, batches are, and the verdict is about these states."""
 COMMAND = "sharpscope fork RUN --methods"
-KEY = ["run", "step", "fork", "batch"]
+KEY = [
+    "run",
+    "step",
+    "fork",
+    "batch",
+]
 STATE = ["run", "step"]
 
 
@@ -29,23 +35,23 @@ def outcomes(study: Study, outcome: str, comparison: str = "kl") -> pd.DataFrame
 
     Of all runs if there is no such setting.
     """
-    columns = [*KEY, "arm", "reference", "value", "start"]
+    columns = [
+        *KEY,
+        "arm",
+        "reference",
+        "value",
+        "start",
+    ]
     parts = []
     runs = study.alike(*study.methods) if study.reference is not None else study.runs
     for name, run in runs.items():
-        if len(rows := run.forks):
-            of = (
-                (rows["outcome"] == outcome)
-                & (rows["comparison"] == comparison)
-                & ~rows["valid"].eq(False)
-            )
-            if of.any():
-                parts.append(rows[of].assign(run=name)[columns])
-    return (
-        pd.concat(parts, ignore_index=True).dropna(subset="value")
-        if parts
-        else pd.DataFrame(columns=columns)
-    )
+        rows = run.forks
+        if rows.empty:
+            continue
+        asked = (rows["outcome"] == outcome) & (rows["comparison"] == comparison)
+        invalid = rows["valid"].eq(False)
+        parts.append(rows[asked & ~invalid].assign(run=name))
+    return stacked(parts, columns).dropna(subset="value")
 
 
 def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
@@ -67,9 +73,10 @@ def paired(study: Study, arm: str, rival: str, outcome: str) -> pd.DataFrame:
 
 def clusters(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """`difference`: means of `column` by state if there are FEWEST_STATES, else by batch, whatever the fork; NaN is left out."""
-    frame = frame[np.isfinite(frame[column].to_numpy(dtype=float))]
+    frame = frame[np.isfinite(frame[column].to_numpy(float))]
     by = STATE if frame.groupby(STATE).ngroups >= FEWEST_STATES else [*STATE, "batch"]
-    return frame.groupby(by)[column].mean().rename("difference").astype(float).reset_index()
+    means = frame.groupby(by)[column].mean()
+    return means.rename("difference").astype(float).reset_index()
 
 
 def dose(study: Study, arm: str) -> Dose:
@@ -86,7 +93,8 @@ def _finding(study: Study, parts: dict[str, pd.DataFrame], arm: str, *notes: str
 
 
 def _nothing(study: Study, outcome: str, arm: str, *rivals: str) -> ClaimData:
-    command = f"{COMMAND} {','.join(dict.fromkeys([study.baseline, arm, *rivals]))}"
+    arms = dict.fromkeys([study.baseline, arm, *rivals])
+    command = f"{COMMAND} {','.join(arms)}"
     return ClaimData(
         missing=f"no counterfactual update measures {outcome} of {arm} and {rivals[0]} ({command})"
     )
@@ -97,9 +105,8 @@ def _changes(study: Study, arm: str, *rivals: str, outcome: str = "heldout_failu
     parts = {}
     for number, rival in enumerate(rivals):
         frame = paired(study, arm, rival, outcome)
-        frame = clusters(
-            frame.assign(share=(frame["change"] - frame["rival_change"]) / frame["gain"]), "share"
-        )
+        share = (frame["change"] - frame["rival_change"]) / frame["gain"]
+        frame = clusters(frame.assign(share=share), "share")
         if not len(frame):
             return _nothing(study, outcome, arm, *rivals[number:], *rivals[:number])
         parts["" if len(rivals) == 1 else rival] = frame
@@ -129,11 +136,9 @@ def _sharpness(study: Study) -> ClaimData:
 
 
 def _alignment(study: Study) -> ClaimData:
-    return _changes(
-        study,
-        study.treatment,
-        *(control_label(study.treatment, c) for c in ("reverse", "shuffled")),
-    )
+    """Changes of held-out failure against both controls of the treatment."""
+    rivals = [control_label(study.treatment, name) for name in ("reverse", "shuffled")]
+    return _changes(study, study.treatment, *rivals)
 
 
 def unlikely(study: Study) -> ClaimData:
@@ -152,8 +157,8 @@ def unlikely(study: Study) -> ClaimData:
     gained = frame["change"] / frame["gain"]
     more = (frame["change"] - frame["rival_change"]) / frame["gain"]
     parts = {
-        n: clusters(frame.assign(share=values), "share")
-        for n, values in (("the start", gained), (high, more))
+        "the start": clusters(frame.assign(share=gained), "share"),
+        high: clusters(frame.assign(share=more), "share"),
     }
     if not len(parts["the start"]):
         arms_text = f"{study.baseline},low={name},high={name}+tokens.side=high"

@@ -25,7 +25,7 @@ from sharpscope.analysis.claims.planning import FACTOR, MEASURED, Pairs, pairs_o
 from sharpscope.analysis.measures import dose_of
 from sharpscope.analysis.sections import Section
 from sharpscope.analysis.study import Study, flat
-from sharpscope.analysis.text import escape_markdown, number, printable
+from sharpscope.analysis.text import escape_markdown, listed, number, printable
 from sharpscope.config import ClaimsSpec
 from sharpscope.errors import UserError, nearest
 from sharpscope.traces import Run, Runs, output_folder, write_atomic
@@ -69,12 +69,13 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
         n: c for n, c in CLAIMS.items() if n in names or (n in order and set(names) & set(order))
     }
     checked = [BOUNDS] if "C1" in names else []
+    # one pass over all token tables for all claims
     study.read_tokens(
         [*checked, *(reducer for claim in claims.values() for reducer in claim.reducers)]
     )
     left = [name for name in study.runs if name not in study.finished]
-    listed = ", ".join(left[:5]) + (" …" if len(left) > 5 else "")
-    unfinished = (f"{len(left)} unfinished runs are left out: {listed}",) if left else ()
+    first = listed(left, 5)
+    unfinished = (f"{len(left)} unfinished runs are left out: {first}",) if left else ()
 
     def verdict(claim: Claim | None) -> Verdict | None:
         """The verdict on one version of a claim."""
@@ -93,6 +94,7 @@ def judge(study: Study, names: Sequence[str] | None = None) -> tuple[list[Verdic
     }
     largest = 0.0
     before = set[str]()
+    # the adjusted p of a claim is the largest so far: stopping at the first that is not rejected keeps the level
     for name in order:
         if name in result:
             found = result[name]
@@ -273,6 +275,7 @@ def quote(study: Path, rules: Mapping[str, object], runs: Iterable[Run]) -> str:
         parts.append(f"unchanged (SHA-256 {last['hash'][:16]})")
     started = [str(run.info.get("started")) for run in runs if run.info.get("started")]
     declared = datetime.fromisoformat(str(last["declared"])).timestamp()
+    # runs that were there before the rules could have shaped them
     early = sum(datetime.fromisoformat(moment).timestamp() < declared for moment in started)
     which = "last " if len(states) > 1 else ""
     return (
@@ -357,15 +360,8 @@ def verdict_table(verdicts: Iterable[Verdict]) -> pd.DataFrame:
 
 def claims_json(verdicts: Sequence[Verdict]) -> str:
     """The verdicts as a JSON array (see `Verdict.to_dict`); no NaN in it."""
-    return (
-        json.dumps(
-            [verdict.to_dict() for verdict in verdicts],
-            indent=2,
-            ensure_ascii=False,
-            allow_nan=False,
-        )
-        + "\n"
-    )
+    values = [verdict.to_dict() for verdict in verdicts]
+    return json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def claims_markdown(
@@ -477,7 +473,7 @@ def student_power(
 
     Two-sided at `level` and one-sided at level/parts; several parts must all support, as if they were independent.
     """
-    shift = margin / deviation * math.sqrt(n)
+    shift = margin / deviation * math.sqrt(n)  # noncentrality of t
     support = float(nct.sf(t.ppf(1 - level / 2, n - 1), n - 1, shift))
     return support**parts, float(nct.sf(t.ppf(1 - level / parts, n - 1), n - 1, shift))
 
@@ -570,6 +566,7 @@ def _option_rows(verdict: Verdict, pairs: Pairs) -> Iterator[dict[str, str]]:
         cost = f"+ {2 * (FACTOR - 1)} × {pairs.cost}"
         yield row(name, share, pairs.deviation(part), cost)
     if not math.isnan(pairs.correlation):
+        # of runs with seeds of their own the variances would add up
         apart = math.sqrt(pairs.values.var(axis=0, ddof=1).sum())
         shared = f"correlation {pairs.correlation:+.2f}"
         yield row("common random numbers: without", shared, apart, runs)

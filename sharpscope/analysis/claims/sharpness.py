@@ -83,6 +83,7 @@ def compared(
     radius, curves = shared
     rows = []
     for n, pair in enumerate(pairs):
+        # the curves are in the order of `runs`: baseline and treatment of each pair
         both = curves[2 * n : 2 * n + 2]
         steps = [
             int(step) for step in both[0].index.intersection(both[1].index).sort_values()[-1:]
@@ -100,6 +101,7 @@ def compared(
 
 def ratios(frame: pd.DataFrame, what: str = "unit") -> pd.DataFrame:
     """Seed, baseline, treatment and their log ratio, of unsaturated pairs; `what`: unit or rise."""
+    # near its ceiling sharpness is accuracy under another name; NaN, an unknown ceiling, does not fit either
     fit = (frame[["unit_baseline", "unit_treatment"]] <= MAX_SATURATION).all(axis=1)
     values = frame.rename(
         columns={f"{what}_baseline": "baseline", f"{what}_treatment": "treatment"}
@@ -179,6 +181,7 @@ def grid_frame(study: Study) -> pd.DataFrame:
     """
     runs = sorted(study.of(study.baseline, study.treatment).items())
     family = [study.setting_key(run, list(GRID.values())) for _, run in runs]
+    # the grid is the largest family of runs that differ in nothing but its axes
     common = most_common(sorted(family)) if family else ""
     inside = {name: run for (name, run), key in zip(runs, family, strict=True) if key == common}
     measured = {
@@ -241,10 +244,10 @@ def agreement(
                 if pairs:
                     taus.append(np.mean(np.sign(pairs)[:, 1] * np.sign(pairs)[:, 2]))
             if taus:
-                row |= {axis: float(np.mean(taus))}
+                row |= {axis: np.mean(taus)}
         known = [row[axis] for axis in axes if axis in row]
         if known:
-            rows.append(row | {"difference": float(np.mean(known))})
+            rows.append(row | {"difference": np.mean(known)})
     return pd.DataFrame(rows, columns=["seed", "pairs", *axes, "difference"])
 
 
@@ -311,6 +314,7 @@ def prediction(study: Study) -> ClaimData:
         return ClaimData(
             missing=f"no grid: {vary}; group size or weight decay must vary at a fixed learning rate"
         )
+    # within a stratum the runs differ in the axes alone
     strata = ["method", "seed", *(name for name in varied if name not in axes)]
     # Runs that no other run can be compared with (more seeds of one setting, other learning rates) are not in the grid.
     frame = frame[frame.groupby(strata)["run"].transform("size") > 1].reset_index(drop=True)
@@ -324,7 +328,8 @@ def prediction(study: Study) -> ClaimData:
     if None in each:
         why = "the sampling noise of the gap is not known, so neither is its reliability: no training answers to count"
         return ClaimData(missing=why)
-    noise = float(np.mean(np.array(each, dtype=float)))
+    # a gap that is mostly sampling noise can be predicted by nothing: no verdict about sharpness follows
+    noise = float(np.mean(np.array(each, float)))
     reliable = reliability(frame, strata, noise)
     if reliable < FLOOR:
         return ClaimData(missing=_unreliable(reliable, frame["gap"], noise) + why)

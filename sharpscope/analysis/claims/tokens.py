@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from sharpscope.analysis.claims import one_update
 from sharpscope.analysis.claims.base import (
@@ -18,11 +17,17 @@ from sharpscope.analysis.claims.base import (
     is_shown,
     mean_estimate,
 )
-from sharpscope.analysis.statistics import ClusterSlope, cluster_moments, weighted_ranks
+from sharpscope.analysis.statistics import (
+    ClusterSlope,
+    Doubles,
+    cluster_moments,
+    weighted_ranks,
+)
 from sharpscope.analysis.study import Study
 from sharpscope.analysis.tokens import (
     INCLUSION,
     Columns,
+    Found,
     Reduced,
     Reducer,
     complement,
@@ -42,38 +47,34 @@ FEWEST_INFLUENCE = 100
 """Tokens that a step must have for its slope, its Lorenz curve and its influence to be counted [tokens]."""
 
 
-def _full(tokens: Columns, run: Run) -> dict[str, object] | None:
+def _full(tokens: Columns, run: Run) -> Found:
     """Moments of one step: ln norm on ln(1 − π), controlling position, ln ‖h‖ and collision; and of their ranks."""
-    norm, chance = (tokens[name].astype(np.float64) for name in ("score_norm", "draw_probability"))
+    norm = tokens["score_norm"]
+    chance = tokens["draw_probability"]
     exact = np.isfinite(norm) & (tokens["score_norm_std_error"] == 0)
     # where no token was drawn at random, no probability is recorded: all that have a norm count alike
     weight = np.where(exact, 1.0 / np.where(chance > 0, chance, 1.0), 0.0)
     rest = complement(tokens["logp"])
-    head = tokens["head_grad_norm"].astype(np.float64)
-    logit = tokens["logit_grad_norm"].astype(np.float64)
+    head = tokens["head_grad_norm"]
+    logit = tokens["logit_grad_norm"]
     with np.errstate(divide="ignore", invalid="ignore"):
         hidden = np.log(head) - np.log(logit)  # ln(‖h‖/T), since ‖∂ℓ/∂W‖ = ‖∂ℓ/∂z‖·‖h‖/T
         y = np.log(np.where(exact, norm, np.nan))
         x = np.log(rest)
-    position = tokens["position"].astype(np.float64)
-    collision = tokens["collision"].astype(np.float64)
-    good = (
-        (rest > LOWEST)
-        & np.isfinite(y)
-        & np.isfinite(hidden)
-        & np.isfinite(collision)
-        & (weight > 0)
-    )
+    position = tokens["position"]
+    collision = tokens["collision"]
+    table = np.array([x, position, hidden, collision, y])  # (5, n)
+    good = (rest > LOWEST) & np.isfinite(table).all(axis=0) & (weight > 0)
     if good.sum() < FEWEST_SLOPE:
         return None
     w = weight[good]
-    columns = [column[good] for column in (x, position, hidden, collision, y)]
+    columns = list(table[:, good])
     ranks = [weighted_ranks(column, w) for column in columns]
-    moments = {
-        n: cluster_moments(c[-1], c[0], c[1:-1], w)
-        for n, c in (("moments", columns), ("ranks", ranks))
+    return {
+        "moments": cluster_moments(columns[-1], columns[0], columns[1:-1], w),
+        "ranks": cluster_moments(ranks[-1], ranks[0], ranks[1:-1], w),
+        "tokens": int(good.sum()),
     }
-    return {**moments, "tokens": int(good.sum())}
 
 
 _NEEDED = ("logp", "position", "collision", "logit_grad_norm", "head_grad_norm")
@@ -87,7 +88,7 @@ FULL = Reducer(
 
 def _clustered(results: Sequence[Reduced], key: str) -> ClusterSlope:
     """Slope over clusters, the steps of each seed. Moments of one cluster are summed."""
-    sums: dict[tuple[int, int], NDArray[np.float64]] = {}
+    sums: dict[tuple[int, int], Doubles] = {}
     for result in results:
         cluster = (result.seed, result.step)
         sums[cluster] = sums.get(cluster, 0.0) + result.values[key]
@@ -139,9 +140,9 @@ TOP, HALF = 0.01, 0.5
 already where the norm is 1 − π."""
 
 
-def _concentration(tokens: Columns, run: Run) -> dict[str, object] | None:
-    coef = np.abs(tokens["loss_coef"].astype(np.float64))
-    norm = tokens["score_norm_local"].astype(np.float64)
+def _concentration(tokens: Columns, run: Run) -> Found:
+    coef = np.abs(tokens["loss_coef"])
+    norm = tokens["score_norm_local"]
     # tokens of groups without variance have no gradient whatever their norm, and would make any rest look dominant
     used = np.isfinite(norm) & (coef > 0)
     if used.sum() < FEWEST_CURVE:
@@ -151,8 +152,10 @@ def _concentration(tokens: Columns, run: Run) -> dict[str, object] | None:
     if not (pull.sum() > 0 and null.sum() > 0):
         return None
     count = inverse_inclusion(tokens)[used]
-    sizes = {"top": pull, "top_null": null}
-    return {name: float(held_by_largest(size, count, TOP)) for name, size in sizes.items()}
+    return {
+        "top": float(held_by_largest(pull, count, TOP)),
+        "top_null": float(held_by_largest(null, count, TOP)),
+    }
 
 
 CURVES = Reducer(
@@ -170,10 +173,8 @@ def _seeds_and_steps(
     rows = [(one.seed, one.step, *(one.values[name] for name in names)) for one in results]
     frame = pd.DataFrame(rows, columns=["seed", "step", *names])
     counts = f"{frame['seed'].nunique()} seeds, {frame['step'].nunique()} recorded steps"
-    return frame.groupby(["seed", "step"], as_index=False).mean(), [
-        counts,
-        *study.elsewhere(study.baseline),
-    ]
+    means = frame.groupby(["seed", "step"], as_index=False).mean()
+    return means, [counts, *study.elsewhere(study.baseline)]
 
 
 def dominance(study: Study) -> ClaimData:
@@ -187,7 +188,7 @@ def dominance(study: Study) -> ClaimData:
     means = means.rename(columns={"top_null": "baseline", "top": "treatment"})
     means["difference"] = means["treatment"] - means["baseline"]
     margin = C3.margin_in(study.terms)
-    room = 1 - float(means["baseline"].mean())
+    room = 1 - means["baseline"].mean()
     shares = [
         mean_estimate(name, means[column].to_numpy(), C3.effect_unit, "percent")
         for name, column in (
@@ -211,23 +212,21 @@ C3 = declared("C3", dominance, CURVES)
 # C9: low-probability tokens hurt held-out performance.
 
 
-def _by_decile(tokens: Columns, run: Run) -> dict[str, object] | None:
-    influence = tokens["heldout_influence"].astype(np.float64)
-    advantage = tokens["advantage"].astype(np.float64)
+def _by_decile(tokens: Columns, run: Run) -> Found:
+    influence = tokens["heldout_influence"]
+    advantage = tokens["advantage"]
     used = np.isfinite(influence) & np.isfinite(advantage) & (advantage != 0)
+    if used.sum() < FEWEST_INFLUENCE:
+        return None
     weight = inverse_inclusion(tokens)[used]
-    scale = (
-        np.average(np.abs(influence[used]), weights=weight)
-        if used.sum() >= FEWEST_INFLUENCE
-        else 0.0
-    )
+    scale = np.average(np.abs(influence[used]), weights=weight)
     if not scale > 0:
         return None
     low = deciles(tokens["logp"][used]) == 1
     values = influence[used] / scale
     return {
-        n: float(np.average(values[at], weights=weight[at]))
-        for n, at in (("low", low), ("rest", ~low))
+        "low": float(np.average(values[low], weights=weight[low])),
+        "rest": float(np.average(values[~low], weights=weight[~low])),
     }
 
 
