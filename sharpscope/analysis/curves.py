@@ -53,23 +53,31 @@ def run_values(run: Run) -> pd.DataFrame:
     steps = run.steps.sort_values("step")
     steps = steps.assign(mismatch=steps["step"].map(mismatch_by_step(run)))
     parts = []
-    for name in (name for name in STEPS if name in steps):
-        values = STEPS[name].factor * known(steps[name])
+    for name, quantity in STEPS.items():
+        if name not in steps:
+            continue
+        values = quantity.factor * known(steps[name])
         rounding = name in TURNS and not rotates(run)
         if name == "mismatch":
             rounding = not (values > ROUNDED).any()
         if not rounding:
             columns = {
                 "step": steps["step"],
-                "quantity": STEPS[name].name,
+                "quantity": quantity.name,
                 "value": values,
             }
             parts.append(pd.DataFrame(columns))
     evaluated = accuracy_values(run)
+    split = evaluated["split"].str.replace("heldout", "held-out")
     how = evaluated["temperature"].map(sampling)
-    names = evaluated["split"].str.replace("heldout", "held-out") + " accuracy, " + how + " [%]"
-    shares = 100 * evaluated[["accuracy", "low", "high"]].rename(columns={"accuracy": "value"})
-    parts.insert(1, shares.assign(step=evaluated["step"], quantity=names))  # after the reward
+    accuracies = {
+        "step": evaluated["step"],
+        "quantity": split + " accuracy, " + how + " [%]",
+        "value": 100 * evaluated["accuracy"],
+        "low": 100 * evaluated["low"],
+        "high": 100 * evaluated["high"],
+    }
+    parts.insert(1, pd.DataFrame(accuracies))  # after the reward
     sharp = sharpness_rows(run).drop_duplicates(["measure", "step"])
     columns = {
         "step": sharp["step"],
@@ -101,6 +109,7 @@ def study_values(study: Study) -> pd.DataFrame:
 def varying(values: pd.DataFrame) -> pd.DataFrame:
     """The rows of `study_values` whose quantity has values at two steps or more and, if it is one of STEPS, varies beyond rounding."""
     frame = values.dropna(subset=["value"])
+    # a chart of a constant says less than its name in a line of text
     grouped = frame.groupby("quantity")
     low = grouped["value"].transform("min")
     high = grouped["value"].transform("max")
@@ -119,17 +128,20 @@ def study_charts(study: Study, settings: Sequence[Setting], runs: Runs) -> dict[
     part = study.only(labels)
     values = study_values(part)
     drawn = varying(values)
-    order = sorted(labels, key=lambda label: (label != "grpo", label))  # of colors
+    colored = sorted(labels, key=lambda label: (label != "grpo", label))
+    # by identity: runs of different folders may have one name
     names = {id(run): name for name, run in runs.by_name.items()}
-    described = [
-        {
+    described = []
+    for setting in settings:
+        at = colored.index(setting.label)
+        look = {
             "label": shown(method_label(setting.label)),
-            "color": COLORS[order.index(setting.label) % len(COLORS)],
+            "color": COLORS[at % len(COLORS)],
             "runs": [shown(names[id(run)]) for run in setting.runs.values()],
         }
-        for setting in settings
-    ]
-    still = set(values.dropna(subset=["value"])["quantity"]) - set(drawn["quantity"])
+        described.append(look)
+    recorded = values.dropna(subset=["value"])["quantity"]
+    still = set(recorded) - set(drawn["quantity"])
     return {
         "name": shown(study.name) if study.slug else "",
         "settings": described,
@@ -143,11 +155,13 @@ def chart_of(frame: pd.DataFrame, labels: Sequence[str]) -> dict[str, object]:
     """One chart of the rows (setting, seed, step, value, …) of one quantity, see `study_charts`."""
     name = str(frame["quantity"].iloc[0])
     steps = np.sort(frame["step"].unique())
-    at = np.arange(len(steps)) // -(-len(steps) // POINTS)
+    together = -(-len(steps) // POINTS)  # steps of a point
+    at = np.arange(len(steps)) // together
     x = pd.Series(steps).groupby(at).mean()
     frame = frame.assign(at=frame["step"].map(dict(zip(steps, at, strict=True))))
     least, most = frame["value"].agg(["min", "max"])
-    log = name in NAMED and NAMED[name].log and bool(least > 0 and most > 5 * least)
+    wide = bool(least > 0 and most > 5 * least)
+    log = wide and name in NAMED and NAMED[name].log
     series = [_series(frame[frame["setting"] == label], range(len(x))) for label in labels]
     return {
         "title": shown(name),
@@ -163,17 +177,19 @@ def _series(part: pd.DataFrame, points: range) -> dict[str, Sequence[object]]:
     mean = table.mean(axis=1)
     count = table.count(axis=1)
     made: dict[str, Sequence[object]] = {"y": _list(mean)}
-    if table.shape[1] >= FEWEST:
-        error = table.sem(axis=1)
-        half = stdtrit(np.maximum(count - 1, 1), 0.975) * error
-        made |= {"low": _list(mean - half), "high": _list(mean + half)}
-    elif table.shape[1] > 1:
+    seeds = table.shape[1]
+    if seeds >= FEWEST:
+        half = stdtrit(np.maximum(count - 1, 1), 0.975) * table.sem(axis=1)
+        made["low"] = _list(mean - half)
+        made["high"] = _list(mean + half)
+    elif seeds > 1:
         made["seeds"] = [_list(table[seed]) for seed in table]
     elif part["low"].notna().any():
         ends = part.groupby("at")[["low", "high"]].mean().reindex(points)
-        made |= {name: _list(ends[name]) for name in ("low", "high")}
+        made["low"] = _list(ends["low"])
+        made["high"] = _list(ends["high"])
     if part["saturated"].any():
-        made["hollow"] = sorted(set(map(int, part.loc[part["saturated"], "at"])))
+        made["hollow"] = sorted({int(at) for at in part.loc[part["saturated"], "at"]})
     return made
 
 

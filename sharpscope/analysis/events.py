@@ -14,11 +14,28 @@ from sharpscope.analysis.study import Study
 from sharpscope.analysis.text import method_label, shown
 from sharpscope.rules.table import RULES
 
-KINDS = ("cause", "spike", "training", "machine")
+KINDS = (
+    "cause",
+    "spike",
+    "training",
+    "machine",
+)
 """Kinds of events, what says most of a training first."""
-MACHINE = ("memory", "timed_out", "probe", "self_check")
+MACHINE = (
+    "memory",
+    "timed_out",
+    "probe",
+    "self_check",
+)
 """Rules about the machine or a measurement on it: they say nothing of the training."""
-SUDDEN = ("non_finite", "policy_destroyed", "update_spike", "loss_spike", "kl_drift", "kl_sign")
+SUDDEN = (
+    "non_finite",
+    "policy_destroyed",
+    "update_spike",
+    "loss_spike",
+    "kl_drift",
+    "kl_sign",
+)
 """Rules that are named beside the spikes of the gradient."""
 MARKED = 12
 """Spikes of the gradient that a chart marks, at most."""
@@ -38,32 +55,43 @@ def events_of(study: Study) -> list[Event]:
     found.sort(key=lambda event: (event.step, KINDS.index(event.kind)))
     made = []
     for step, events in groupby(found, lambda event: event.step):
-        first, *others = events
-        text = " · ".join([first.text, *(other.text for other in others[:3])])
-        made.append(Event(step, shown(text)[:300], first.kind))
+        foremost = list(events)[:4]
+        text = " · ".join(event.text for event in foremost)
+        made.append(Event(step, shown(text)[:300], foremost[0].kind))
     return made
 
 
 def _of_runs(study: Study) -> Iterator[Event]:
     """The first cause of each of the first runs, and the largest spikes of the gradient norm."""
-    runs, spikes = study.each(), list[tuple[float, int, str]]()
+    runs = study.each()
+    spikes = []
     for at, (label, seed, run) in enumerate(runs):
         whose = f" ({method_label(label)}, seed {seed})" if len(runs) > 1 else ""
-        for cause in checked(run).causes[:1] if at < MOST_RUNS else ():
-            yield Event(cause.step, f"cause: {cause.name.replace('_', ' ')}{whose}", "cause")
-        scores = spike_scores(run)[["times", "step"]].to_numpy()
-        spikes += [(float(times), int(step), whose) for times, step in scores]
-    for times, step, whose in sorted(spikes, reverse=True)[:MARKED]:
+        # each check reads a run's tables: of many runs only the first are checked
+        causes = checked(run).causes if at < MOST_RUNS else ()
+        for cause in causes[:1]:
+            name = cause.name.replace("_", " ")
+            yield Event(cause.step, f"cause: {name}{whose}", "cause")
+        for times, step in spike_scores(run)[["times", "step"]].to_numpy():
+            spikes.append((times, int(step), whose))
+    spikes.sort(reverse=True)
+    for times, step, whose in spikes[:MARKED]:
         yield Event(step, f"gradient spike, {times:.1f} × typical{whose}", "spike")
 
 
 def _judged(study: Study) -> Iterator[Event]:
     """The first time of each warning or worse; spikes of the gradient are named with their size instead."""
     events = pd.concat([run.events for _, _, run in study.each()])
-    loud = events[(events["severity"] != "info") & (events["rule"] != "gradient_spike")]
-    for rule, rows in loud.groupby("rule", sort=False):
+    loud = events["severity"] != "info"
+    counted = loud & (events["rule"] != "gradient_spike")
+    for rule, rows in events[counted].groupby("rule", sort=False):
         name = str(rule)
         text = RULES[name].title if name in RULES else name.replace("_", " ")
-        again = f", first of {len(rows)} times" if len(rows) > 1 else ""
-        kind = "spike" if name in SUDDEN else "machine" if name in MACHINE else "training"
-        yield Event(int(rows["step"].min()), f"{text}{again}", kind)
+        if len(rows) > 1:
+            text += f", first of {len(rows)} times"
+        kind = "training"
+        if name in SUDDEN:
+            kind = "spike"
+        elif name in MACHINE:
+            kind = "machine"
+        yield Event(int(rows["step"].min()), text, kind)

@@ -55,26 +55,30 @@ def _pooled(run: Run) -> dict[tuple[str, float, str], dict[int, tuple[float, int
     columns = [name for name in EVALUATED if name in run.eval]
     rows = run.eval[["split", "temperature", "step", "level", "n", "k", *columns]].to_dict("list")
     levels: dict[tuple[str, float], set[str]] = {}
+    # `all` is the mean over levels: beside them it would count twice
     for split, heat, level in zip(rows["split"], rows["temperature"], rows["level"], strict=True):
         levels.setdefault((split, heat), set()).add(level)
+    # (split, temperature, column) → step → (Σ n·value, or Σ (n·error)² of a standard error; Σ n)
     sums: dict[tuple[str, float, str], dict[int, tuple[float, int]]] = {}
     for split, heat, step, level, n, k, *values in zip(*rows.values(), strict=True):
         if n < 1 or (level == "all" and levels[split, heat] != {"all"}):
             continue
         for column, value in zip(columns, values, strict=True):
-            if value is None or not math.isfinite(value) or (column == "pass_at_k" and k < 2):
+            unknown = value is None or not math.isfinite(value)
+            if unknown or (column == "pass_at_k" and k < 2):
                 continue
             of_column = sums.setdefault((split, float(heat), column), {})
             total, prompts = of_column.get(int(step), (0.0, 0))
-            weight = n * value if "std_error" not in column else (n * value) ** 2
-            of_column[int(step)] = (total + weight, prompts + int(n))
-    return {
-        key: {
-            step: ((total**0.5 if "std_error" in key[2] else total) / prompts, prompts)
+            power = 2 if "std_error" in column else 1
+            of_column[int(step)] = (total + (n * value) ** power, prompts + int(n))
+    pooled = {}
+    for key, steps in sums.items():
+        root = 0.5 if "std_error" in key[2] else 1
+        pooled[key] = {
+            step: (total**root / prompts, prompts)
             for step, (total, prompts) in sorted(steps.items())
         }
-        for key, steps in sums.items()
-    }
+    return pooled
 
 
 EVALUATED = (
@@ -100,14 +104,17 @@ def temperatures(run: Run, split: str = "heldout") -> list[float]:
     return sorted({heat for name, heat, _ in _pooled(run) if name == split})
 
 
+def splits_of(run: Run) -> list[str]:
+    """The splits that were evaluated, held-out prompts first."""
+    return sorted(set(run.eval["split"]), key=lambda name: (name != "heldout", name))
+
+
 def last_evaluation(
     *runs: Run, split: str = "heldout", temperature: float = SAMPLED, column: str = "accuracy"
 ) -> int | None:
     """The last step at which all `runs` were evaluated on `split`."""
-    return max(
-        set.intersection(*(set(evaluations(run, split, temperature, column)) for run in runs)),
-        default=None,
-    )
+    steps = [set(evaluations(run, split, temperature, column)) for run in runs]
+    return max(set.intersection(*steps), default=None)
 
 
 def train_accuracy(run: Run, step: int) -> tuple[float, int] | None:
@@ -157,9 +164,8 @@ def probe_rows(run: Run, quantity: str, functional: str = FUNCTIONAL) -> pd.Data
     Where no set's name contains it, all rows are taken if there is only one set. Rows without a value, and iterations that
     did not converge, are left out; of parameter groups only `all` counts.
     """
-    rows = run.probes
+    rows = estimates_of(run.probes)
     kept = rows["quantity"].eq(quantity) & rows["functional"].eq(functional)
-    kept &= rows["value"].notna() & ~rows["converged"].eq(False)
     rows = rows.loc[kept, list(PROBED)]
     whole = rows["parameters"] == "all"
     rows = rows[whole] if whole.any() else rows
@@ -180,23 +186,23 @@ def sharpness(run: Run, quantity: str = "sam", functional: str = FUNCTIONAL) -> 
     """
     rows = probe_rows(run, quantity, functional)
     rows = rows.assign(
-        rho=[float(f"{rho:.9g}") for rho in rows["rho"]], ceiling=pd.to_numeric(rows["ceiling"])
+        rho=rows["rho"].map(rounded).astype(float),
+        rise=rows["value"],
+        ceiling=pd.to_numeric(rows["ceiling"]),
     )
-    means = (
-        rows.groupby(["step", "rho"])[["value", "ceiling"]].mean().rename(columns={"value": "rise"})
-    )
+    means = rows.groupby(["step", "rho"])[["rise", "ceiling"]].mean()
     estimated = means["ceiling"].isna() & (functional == FUNCTIONAL)
-    steps = means.index.get_level_values("step")
-    known = [
-        train_accuracy(run, int(step)) if new else None
-        for step, new in zip(steps, estimated, strict=True)
-    ]
-    guess = pd.Series(
-        [math.nan if value is None else value[0] for value in known], means.index, dtype=float
-    )
-    means["ceiling"] = means["ceiling"].fillna(guess)
+    for step, rho in means.index[estimated]:
+        accuracy = train_accuracy(run, int(step))
+        if accuracy is not None:
+            means.loc[(step, rho), "ceiling"] = accuracy[0]
     means["saturation"] = means["rise"] / means["ceiling"].where(means["ceiling"] > 0)
     return means.assign(estimated=estimated)
+
+
+def rounded(radius: float) -> float:
+    """A radius to nine digits: one number in all tables, whatever float it was stored as."""
+    return float(f"{radius:.9g}")
 
 
 @per_run
@@ -230,14 +236,12 @@ def shared_sharpness(
     radii = sorted(set.intersection(*map(set, each)))
     if not radii:
         return None
-    curves = {rho: [of_run[rho] for of_run in each] for rho in radii}
-    free = [
-        rho
-        for rho in radii
-        if not any((c["saturation"].iloc[-1:] > MAX_SATURATION).any() for c in curves[rho])
-    ]
-    chosen = max(free, default=radii[0])
-    return chosen, curves[chosen]
+    chosen = radii[0]  # ascending
+    for rho in radii:
+        last = pd.concat([of_run[rho]["saturation"].iloc[-1:] for of_run in each])
+        if not (last > MAX_SATURATION).any():
+            chosen = rho
+    return chosen, [of_run[chosen] for of_run in each]
 
 
 @per_run
@@ -261,8 +265,8 @@ def clipped_updates(run: Run) -> pd.Series:
 def log_ratios(frame: pd.DataFrame) -> pd.DataFrame:
     """A paired frame with ln(treatment/baseline) as `difference`; rows with a value that is not positive are left out."""
     positive = frame[(frame["baseline"] > 0) & (frame["treatment"] > 0)]
-    ends = (np.log(positive[name].to_numpy(dtype=float)) for name in ("treatment", "baseline"))
-    return positive.assign(difference=np.subtract(*ends))
+    logs = np.log(positive[["baseline", "treatment"]].to_numpy(float))
+    return positive.assign(difference=logs[:, 1] - logs[:, 0])
 
 
 def dose_of(runs: Iterable[Run], method: str) -> Dose:
@@ -270,9 +274,9 @@ def dose_of(runs: Iterable[Run], method: str) -> Dose:
     several = list(runs)
     found = list[float | None]()
     for column in ("update_rotation", "noise_rotation"):
-        means = [float(run.steps[column].mean()) for run in several if column in run.steps]
-        known = [value for value in means if math.isfinite(value)]
-        found.append(float(np.mean(known)) if known else None)
+        means = [run.steps[column].mean() for run in several if column in run.steps]
+        recorded = [mean for mean in means if math.isfinite(mean)]
+        found.append(float(np.mean(recorded)) if recorded else None)
     return Dose(method, *found)
 
 
@@ -288,11 +292,14 @@ def answer_noise(run: Run, split: str, step: int) -> float | None:
     rows = single if len(single) else rows
     if not len(rows):
         return None
-    n, k, p = (rows[name].to_numpy(dtype=float) for name in ("n", "k", "accuracy"))
-    error = rows.reindex(columns=["std_error"])["std_error"].to_numpy(dtype=float)
-    within = np.maximum(0.0, p * (1 - p) - n * error**2) * k / np.maximum(k - 1, 1)
-    within = np.where((k > 1) & np.isfinite(error), within, p * (1 - p))
-    return float(np.sum((n / n.sum()) ** 2 * within / (n * k)))
+    columns = ["n", "k", "accuracy", "std_error"]
+    n, k, p, error = rows.reindex(columns=columns).to_numpy(float).T  # (levels,) each
+    binomial = p * (1 - p)
+    between = n * error**2
+    within = np.maximum(0.0, binomial - between) * k / np.maximum(k - 1, 1)
+    within = np.where((k > 1) & np.isfinite(error), within, binomial)
+    share = n / n.sum()  # of a level among the prompts
+    return float(np.sum(share**2 * within / (n * k)))
 
 
 # -- What tables and figures show
@@ -345,6 +352,11 @@ SHARPNESS = {
 CRITICAL = ("critical_sharpness", "critical_threshold")
 
 
+def estimates_of(probes: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the table `probes` with a value, without those of iterations that did not converge."""
+    return probes[probes["value"].notna() & ~probes["converged"].isin([False])]
+
+
 def split_of(probe_set: str) -> str:
     """`train` of `task-hash/train@policy`; the whole name if it names no split."""
     return probe_set.rpartition("@")[0].rpartition("/")[2] or probe_set
@@ -352,13 +364,13 @@ def split_of(probe_set: str) -> str:
 
 def known(values: pd.Series | np.ndarray) -> np.ndarray:
     """Values as float64; what is null is NaN."""
-    return pd.to_numeric(pd.Series(values), errors="coerce").to_numpy(dtype=np.float64)
+    return pd.to_numeric(pd.Series(values), errors="coerce").to_numpy(float)
 
 
 def rotates(run: Run) -> bool:
     """Whether a run's gradient was measured to differ from the reference's by more than rounding."""
     angles = known(run.steps["gradient_rotation"])
-    return bool(np.isfinite(angles).any()) and float(np.nanmax(angles)) > ROUNDING
+    return bool(np.isfinite(angles).any() and np.nanmax(angles) > ROUNDING)
 
 
 @per_run
@@ -366,11 +378,13 @@ def accuracy_values(run: Run) -> pd.DataFrame:
     """step, split, temperature, prompts, k, EVALUATED, and low, high, half (longer arm) of the interval over prompts (Wilson); levels pooled."""
     made = []
     answers = run.eval.groupby(["split", "temperature", "step"])["k"].max().to_dict()
-    for split in sorted(set(run.eval["split"]), key=lambda name: (name != "heldout", name)):
+    for split in splits_of(run):
         for heat in temperatures(run, split):
             columns = {name: evaluations(run, split, heat, name) for name in EVALUATED}
             for step, (accuracy, prompts) in columns["accuracy"].items():
-                row = {name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()}
+                row: dict[str, Any] = {
+                    name: at.get(step, (math.nan, 0))[0] for name, at in columns.items()
+                }
                 row |= {
                     "step": step,
                     "split": split,
@@ -394,64 +408,77 @@ def sharpness_rows(run: Run) -> pd.DataFrame:
     are not compared), `half` of its 95 % interval over prompts, the ends `low` and `high` of it, also where it is not symmetric, `text` with the
     value and the interval, and `saturation`. Critical sharpness of an update's own prompts has no interval.
     """
-    rows = run.probes
-    shown = rows["value"].notna() & ~rows["converged"].isin([False])
-    shown &= rows["parameters"].eq("all") & rows["quantity"].isin(list(SHARPNESS))
+    rows = estimates_of(run.probes)
+    shown = rows["parameters"].eq("all") & rows["quantity"].isin(list(SHARPNESS))
     shown &= ~rows["probe_set"].fillna("").str.contains("/heldout@")
     rows = rows[shown]
-    measures, saturation = [], []
-    for row in rows.to_dict("records"):
-        full = math.nan
-        if row["quantity"] == "sam":
-            place = row["step"], float(f"{real(row['rho']):.9g}")
-            full = sharpness(run, "sam", row["functional"])["saturation"].get(place, math.nan)
-        measures.append(_measure_name(row))
-        saturation.append(full)
     # traces of version 0.3 have an error of critical sharpness, which covers too little
-    half = Z * known(rows["prompt_std_error"].mask(rows["quantity"].str.endswith(CRITICAL[0])))
+    errors = rows["prompt_std_error"].mask(rows["quantity"].str.endswith(CRITICAL[0]))
+    half = Z * known(errors)
     ends = rows.reindex(columns=["low", "high"]).mask(rows["quantity"] == CRITICAL[0])
     value = known(rows["value"])
-    low, high = (known(ends[name]) for name in ends)
+    low = known(ends["low"])
+    high = known(ends["high"])
     skew = np.isnan(half) & ~np.isnan(low)
+    texts = []
+    for is_skew, error, *interval in zip(skew, half, value, low, high, strict=True):
+        symmetric = value_text(interval[0], error, WIDE)
+        texts.append(ends_text(*interval) if is_skew else symmetric)
+    records = rows.to_dict("records")
     rows = rows.assign(
-        measure=measures,
+        measure=list(map(_measure_name, records)),
         half=half,
         low=np.where(skew, low, value - half),
         high=np.where(skew, high, value + half),
-        text=[
-            ends_text(*each) if one else value_text(each[0], error, WIDE)
-            for one, error, *each in zip(skew, half, value, low, high, strict=True)
-        ],
-        saturation=saturation,
+        text=texts,
+        saturation=[_saturation(run, row) for row in records],
         rank=rows["quantity"].map(list(SHARPNESS).index),
     )
     return rows.sort_values(["rank", "measure", "step"], kind="stable")
 
 
+def _saturation(run: Run, row: Mapping[Any, Any]) -> float:
+    """The saturation of a row of SAM sharpness; NaN of another, or if it is not known."""
+    if row["quantity"] != "sam":
+        return math.nan
+    found = sharpness(run, "sam", row["functional"])["saturation"]
+    return float(found.get((row["step"], rounded(real(row["rho"]))), math.nan))
+
+
 def _measure_name(row: Mapping[Any, Any]) -> str:
     """`SAM sharpness of nll, radius 0.05, 200 prompts`; that of an update's own batch is `critical sharpness`."""
-    name, quantity = SHARPNESS[row["quantity"]], row["quantity"]
+    quantity = row["quantity"]
+    name = SHARPNESS[quantity]
     if quantity == CRITICAL[0]:
         return name
-    radius, prompts = real(row["rho"]), real(row["prompts"])
     words = [f"{name} of {row['functional']}".replace("_", " ")]
-    if math.isfinite(radius):  # that of average sharpness is relative to each tensor's norm
-        average = quantity == "average"
-        words += [f"noise {radius:.3g} of the weights" if average else f"radius {radius:.3g}"]
-    words += [f"{prompts:.0f} prompts"] if math.isfinite(prompts) else []
+    radius = real(row["rho"])
+    prompts = real(row["prompts"])
+    if quantity == "average" and math.isfinite(radius):  # relative to each tensor's norm
+        words.append(f"noise {radius:.3g} of the weights")
+    elif math.isfinite(radius):
+        words.append(f"radius {radius:.3g}")
+    if math.isfinite(prompts):
+        words.append(f"{prompts:.0f} prompts")
     return ", ".join(words)
 
 
 def critical_text(estimates: pd.DataFrame) -> str:
     """The newest critical sharpness of the table `probes` with its threshold 2 / learning rate; empty without one."""
-    rows = estimates[estimates["value"].notna() & ~estimates["converged"].isin([False])]
-    of = {name: rows[rows["quantity"] == name].set_index("step") for name in CRITICAL}
-    steps = of[CRITICAL[0]].index.intersection(of[CRITICAL[1]].index)
-    if not len(steps):
+    rows = estimates_of(estimates)
+    found = rows[rows["quantity"].isin(CRITICAL)]
+    # (steps, CRITICAL) the last value of each step
+    values = found.pivot_table(
+        index="step",
+        columns="quantity",
+        values="value",
+        aggfunc="last",
+    )
+    values = values.reindex(columns=list(CRITICAL)).dropna()
+    if values.empty:
         return ""
-    last = steps.max()
-    found, limit = (of[name].loc[[last]].iloc[-1] for name in CRITICAL)
-    return f"step {last}, {critical_sentence(real(found['value']), real(limit['value']))}"
+    sharp, limit = values.iloc[-1]
+    return f"step {values.index[-1]}, {critical_sentence(sharp, limit)}"
 
 
 def critical_sentence(sharpness: float, threshold: float) -> str:

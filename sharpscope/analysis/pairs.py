@@ -18,6 +18,7 @@ from sharpscope.analysis.measures import (
     known,
     probe_rows,
     shared_sharpness,
+    splits_of,
     temperatures,
 )
 from sharpscope.analysis.statistics import (
@@ -27,7 +28,7 @@ from sharpscope.analysis.statistics import (
     sign_flip_p,
     to_halve,
 )
-from sharpscope.analysis.study import Study, ground_of, last_step, per_run, studies
+from sharpscope.analysis.study import Setting, Study, ground_of, last_step, per_run, studies
 from sharpscope.analysis.text import sampling
 from sharpscope.traces import MAX_SATURATION, Row, Run
 
@@ -107,44 +108,53 @@ def compare_runs(
         is neither better nor worse), and the number of seeds that would halve the interval. Empty where nothing can be
         paired.
     """
-    names = (
-        runs if isinstance(runs, Mapping) else {str(number): run for number, run in enumerate(runs)}
-    )
+    named = runs if isinstance(runs, Mapping) else dict(enumerate(runs))
+    names = {str(name): run for name, run in named.items()}
     rows: list[Row] = []
     if len(names) == 2:
         a, b = names.values()
-        # two runs may have one name in different folders
-        folders = tuple(names) if isinstance(runs, Mapping) else (a.name, b.name)
-        labels = folders if a.method == b.method else (a.method, b.method)
+        first, second = a.method, b.method
+        if first == second:
+            # two runs may have one name in different folders, by which a mapping tells them apart
+            first, second = names if isinstance(runs, Mapping) else (a.name, b.name)
         if ground_of(a) == ground_of(b):
-            first, second = labels
             rows += _compared(first, second, [(a.seed, a, b)])
         return pd.DataFrame(rows, columns=COLUMNS)
     for study in studies(Study(names)):
-        fit = [
-            s for name in (baseline, "grpo") for s in study.settings if name in (s.label, s.method)
-        ]
-        for first, second in itertools.product([*fit, *study.settings][:1], study.settings):
+        if not study.settings:  # its runs have no step
+            continue
+        base = _baseline_of(study, baseline)
+        for setting in study.settings:
             pairs = [
-                (seed, first.runs[seed], run)
-                for seed, run in second.runs.items()
-                if seed in first.runs
+                (seed, base.runs[seed], run)
+                for seed, run in setting.runs.items()
+                if seed in base.runs
             ]
-            if second.label != first.label and pairs:
-                rows += _compared(first.label, second.label, pairs)
+            if setting.label != base.label and pairs:
+                rows += _compared(base.label, setting.label, pairs)
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+def _baseline_of(study: Study, asked: str | None) -> Setting:
+    """The setting that the others are compared with: the one asked for, else of `grpo`, else the first."""
+    for name in (asked, "grpo"):
+        for setting in study.settings:
+            if name in (setting.label, setting.method):
+                return setting
+    return study.settings[0]
 
 
 def _compared(first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]) -> Iterator[Row]:
     """A row for each quantity that at least one pair has."""
     found: dict[str, list[tuple[int, Difference]]] = {}
     for seed, a, b in pairs:
-        for one in itertools.chain(
-            _evaluated(a, b),
-            _over_steps(a, b),
-            _sharpness(a, b, FUNCTIONAL),
-            _sharpness(a, b, "nll"),
-        ):
+        differences = [
+            *_evaluated(a, b),
+            *_over_steps(a, b),
+            *_sharpness(a, b, FUNCTIONAL),
+            *_sharpness(a, b, "nll"),
+        ]
+        for one in differences:
             found.setdefault(one.quantity, []).append((seed, one))
     for quantity, several in found.items():
         fit = {seed: one for seed, one in several if one.comparable}
@@ -157,8 +167,8 @@ def _compared(first: str, second: str, pairs: Sequence[tuple[int, Run, Run]]) ->
             "unit": every[0].unit,
             "n": len(fit),
             "paired_by": "seed" if len(fit) > 1 else every[0].by,
-            "baseline_value": float(np.mean([one.baseline for one in shown])),
-            "treatment_value": float(np.mean([one.treatment for one in shown])),
+            "baseline_value": np.mean([one.baseline for one in shown]),
+            "treatment_value": np.mean([one.treatment for one in shown]),
             "note": "; ".join(dict.fromkeys(one.note for one in every if one.note)),
             **(_summary(fit) if fit else {"to_halve": math.nan}),
         }
@@ -172,13 +182,15 @@ def _summary(parts: Mapping[int, Difference]) -> Row:
     mean = float(data.mean())
     median = float(np.median(data))
     half = 1.959964 * one.error
+    # of one pair the error is that within it, over steps or prompts
     interval = mean_interval(data) if n > 1 else Interval(mean - half, mean + half, "t")
-    low, high = (math.nan, math.nan) if interval is None else (interval.low, interval.high)
-    worst = int(np.argmin((one.better or (1 if median >= 0 else -1)) * data))
+    # where more is neither better nor worse, the pair furthest against the median is the worst
+    sign = one.better or (1 if median >= 0 else -1)
+    worst = int(np.argmin(sign * data))
     return {
         "difference": mean,
-        "low": low,
-        "high": high,
+        "low": interval.low if interval else math.nan,
+        "high": interval.high if interval else math.nan,
         "median": median,
         "worst": float(data[worst]),
         "worst_pair": f"seed {list(parts)[worst]}",
@@ -189,20 +201,26 @@ def _summary(parts: Mapping[int, Difference]) -> Row:
 
 def _evaluated(first: Run, second: Run) -> Iterator[Difference]:
     """Accuracies at the last step at which both were evaluated; the error is over prompts."""
-    splits = sorted(set(first.eval["split"]), key=lambda split: (split != "heldout", split))
-    for split, heat, (column, (name, better)) in itertools.product(
-        splits, temperatures(first), EVALUATED.items()
-    ):
-        a, b = (evaluations(run, split, heat, column) for run in (first, second))
-        if both := set(a) & set(b):
-            step = max(both)
-            errors = [standard_error(run, split, heat, step, column) for run in (first, second)]
-            most = int(first.eval[first.eval["split"] == split]["k"].max())
-            named = name.replace("@k", f"@{most}")
-            label = f"{split.replace('heldout', 'held-out')} {named}, {sampling(heat)}"
-            yield Difference(
-                label, "share", better, a[step][0], b[step][0], math.hypot(*errors), "prompt"
-            )
+    places = itertools.product(splits_of(first), temperatures(first), EVALUATED.items())
+    for split, heat, (column, (name, better)) in places:
+        a = evaluations(first, split, heat, column)
+        b = evaluations(second, split, heat, column)
+        shared = set(a) & set(b)
+        if not shared:
+            continue
+        step = max(shared)
+        errors = [standard_error(run, split, heat, step, column) for run in (first, second)]
+        most = int(first.eval[first.eval["split"] == split]["k"].max())
+        named = name.replace("@k", f"@{most}")
+        yield Difference(
+            quantity=f"{split.replace('heldout', 'held-out')} {named}, {sampling(heat)}",
+            unit="share",
+            better=better,
+            baseline=a[step][0],
+            treatment=b[step][0],
+            error=math.hypot(*errors),
+            by="prompt",
+        )
 
 
 def standard_error(run: Run, split: str, heat: float, step: int, column: str) -> float:
@@ -223,21 +241,30 @@ def _step_numbers(run: Run) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def _over_steps(first: Run, second: Run) -> Iterator[Difference]:
+    """Means over the last third of the steps that both have; the error is over steps."""
     horizon = min(last_step(first), last_step(second))
-    (a_steps, a), (b_steps, b) = _step_numbers(first), _step_numbers(second)
+    a_steps, a = _step_numbers(first)
+    b_steps, b = _step_numbers(second)
     steps, in_a, in_b = np.intersect1d(a_steps, b_steps, return_indices=True)
     for column, name, unit, better in STEPS:
         if column not in a or column not in b:
             continue
         x = a[column][in_a]
         y = b[column][in_b]
+        # rotations are of the methods, not of the progress of training
         start = 0 if column == "update_rotation" else 2 * horizon / 3
-        both = (steps > start) & (steps <= horizon) & ~np.isnan(x) & ~np.isnan(y)
+        inside = (steps > start) & (steps <= horizon)
+        both = inside & ~np.isnan(x) & ~np.isnan(y)
         if both.any():
-            x = x[both]
-            y = y[both]
-            error = series_mean(y - x)[1]
-            yield Difference(name, unit, better, float(x.mean()), float(y.mean()), error, "step")
+            yield Difference(
+                quantity=name,
+                unit=unit,
+                better=better,
+                baseline=x[both].mean(),
+                treatment=y[both].mean(),
+                error=series_mean(y[both] - x[both])[1],
+                by="step",
+            )
 
 
 def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]:
@@ -249,7 +276,15 @@ def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]
         if all(len(probe_rows(run, "sam", functional)) for run in (first, second)):
             note = "not compared: no radius, probe set and number of prompts in common"
             yield Difference(
-                name, unit, -1, math.nan, math.nan, math.nan, "prompt", note, comparable=False
+                quantity=name,
+                unit=unit,
+                better=-1,
+                baseline=math.nan,
+                treatment=math.nan,
+                error=math.nan,
+                by="prompt",
+                note=note,
+                comparable=False,
             )
         return
     rho, curves = shared
@@ -257,12 +292,20 @@ def _sharpness(first: Run, second: Run, functional: str) -> Iterator[Difference]
     if not len(steps):
         return
     a, b = (curve.loc[steps.max()] for curve in curves)
-    note = f"radius {rho:g}" + (
-        ", ceiling estimated by training accuracy" if a["estimated"] or b["estimated"] else ""
-    )
+    note = f"radius {rho:g}"
+    if a["estimated"] or b["estimated"]:
+        note += ", ceiling estimated by training accuracy"
     fit = not per_unit or max(a[column], b[column]) <= MAX_SATURATION
     if not fit:
         note = f"not compared: saturated, or of unknown ceiling ({note}, at most {MAX_SATURATION:g} of the ceiling)"
     yield Difference(
-        name, unit, -1, float(a[column]), float(b[column]), math.nan, "prompt", note, fit
+        quantity=name,
+        unit=unit,
+        better=-1,
+        baseline=a[column],
+        treatment=b[column],
+        error=math.nan,
+        by="prompt",
+        note=note,
+        comparable=fit,
     )

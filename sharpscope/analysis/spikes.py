@@ -102,14 +102,16 @@ def gradient_scores(run: Run) -> pd.DataFrame:
     """
     steps = run.steps.sort_values("step")
     largest = run.updates.groupby("step")["grad_norm"].max()
-    norms = steps["step"].map(largest).astype(float).fillna(steps["grad_norm"].astype(float))
+    of_updates = steps["step"].map(largest).astype(float)
+    norms = of_updates.fillna(steps["grad_norm"].astype(float))
     logs: list[float] = []
     rows = []
     for step, norm in zip(steps["step"], norms, strict=True):
         if norm > 0:
-            typical = math.exp(float(np.median(logs[-SPIKE_WINDOW:]))) if logs else math.nan
-            rows.append((int(step), norm, robust_z(logs, math.log(norm)), typical))
-            logs.append(math.log(norm))
+            log = math.log(norm)
+            typical = math.exp(np.median(logs[-SPIKE_WINDOW:])) if logs else math.nan
+            rows.append((int(step), norm, robust_z(logs, log), typical))
+            logs.append(log)
     columns = ["step", "grad_norm", "z", "typical"]
     scores = pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(columns[1:], float))
     return scores.assign(times=scores["grad_norm"] / scores["typical"])
@@ -128,13 +130,13 @@ def recorded_by(run: Run, option: str) -> str:
     """
     if len(run.steps) and (run.steps["grad_norm"] == 0).all():
         return ": the gradient was 0 at every step"
-    reasons = run.events[run.events["rule"].isin(("probe", "self_check", "no_gradient"))]["message"]
-    told = [
-        text for text in reasons if any(subject in text for subject in SUBJECTS.get(option, ()))
-    ]
-    if reason := next(
-        filter(None, [(run.info.get("not_measured") or {}).get(option), *told]), None
-    ):
+    # run.json says it, or else the event of a check that failed
+    reasons = [(run.info.get("not_measured") or {}).get(option)]
+    failed = run.events["rule"].isin(("probe", "self_check", "no_gradient"))
+    for text in run.events.loc[failed, "message"]:
+        if any(subject in text for subject in SUBJECTS.get(option, ())):
+            reasons.append(text)
+    for reason in filter(None, reasons):
         return f": {reason}"
     if option.split(".", maxsplit=1)[0] in run.config:
         return f" ({option})"
@@ -163,13 +165,14 @@ def notable_steps(run: Run, top: int = 8) -> list[Spike]:
 def explain_step(run: Run, step: int, top: int = 8) -> Spike:
     """The causes of one step's gradient."""
     tokens = step_shares(run, step)
-    scores = gradient_scores(run).set_index("step").reindex([step]).iloc[0]
-    norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
-    found = Spike(step, scores["grad_norm"], scores["z"], scores["typical"])
+    scores = gradient_scores(run).set_index("step")
+    score = scores.reindex([step]).iloc[0]
+    norms = update_norms(run, step)
+    found = Spike(step, score["grad_norm"], score["z"], score["typical"])
     if len(norms) > 1:
         largest = norms.index[int(norms.argmax())]
         chosen = int(largest if tokens.empty else tokens["update"].iloc[0])
-        norm = float(norms.loc[chosen])
+        norm = norms.loc[chosen]
         named = f"update {chosen + 1} of {len(norms)}"
         found = replace(found, grad_norm=norm, update=named)
     if tokens.empty:
@@ -197,22 +200,28 @@ def step_shares(run: Run, step: int) -> pd.DataFrame:
     there = [step] if step in recorded_steps(run, "attribution") else []
     tokens = run.tokens(steps=there, columns=SHARED).dropna(subset=["attribution"])
     if tokens["update"].nunique() > 1:
-        norms = run.updates[run.updates["step"] == step].set_index("update")["grad_norm"]
-        there = sorted(int(update) for update in tokens["update"].dropna().unique())
-        tokens = tokens[tokens["update"] == max(there, key=lambda update: norms.get(update, 0.0))]
+        norms = update_norms(run, step)
+        updates = sorted(map(int, tokens["update"].dropna().unique()))
+        largest = max(updates, key=lambda update: norms.get(update, 0.0))
+        tokens = tokens[tokens["update"] == largest]
     return tokens.assign(
-        probability=np.exp(tokens["logp"]), share=tokens["attribution"].astype(float)
+        probability=np.exp(tokens["logp"]),
+        share=tokens["attribution"].astype(float),
     )
+
+
+def update_norms(run: Run, step: int) -> pd.Series:
+    """Update of a step → its gradient norm."""
+    updates = run.updates
+    return updates[updates["step"] == step].set_index("update")["grad_norm"]
 
 
 def prompt_shares(run: Run, step: int, tokens: pd.DataFrame) -> pd.DataFrame:
     """group, prompt, share: the sums over the tokens of each prompt. `tokens`: from `step_shares`."""
     rollouts = run.frame("rollouts", step, ["rollout", "group", "prompt"])
     joined = tokens[["rollout", "share"]].merge(rollouts, on="rollout", how="left")
-    joined = joined.assign(
-        group=joined["group"].fillna(-1).astype(int), prompt=joined["prompt"].fillna(NOT_RECORDED)
-    )
-    return pd.DataFrame(joined.groupby(["group", "prompt"])["share"].sum()).reset_index()
+    joined = joined.fillna({"group": -1, "prompt": NOT_RECORDED}).astype({"group": int})
+    return joined.groupby(["group", "prompt"], as_index=False)[["share"]].sum()
 
 
 def drawn_units(run: Run, step: int, tokens: pd.DataFrame) -> pd.Series:
@@ -232,25 +241,25 @@ def range_shares(tokens: pd.DataFrame, units: pd.Series | None = None) -> pd.Dat
     count = inverse_inclusion(tokens)
     ranges = pd.cut(tokens["probability"], list(PROBABILITY_EDGES), include_lowest=True)
     weighted = tokens.assign(share=count * tokens["share"], tokens=count / count.sum())
-    result = (
-        weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum().reset_index(drop=True)
+    sums = weighted.groupby(ranges, observed=False)[["share", "tokens"]].sum()
+    total = sums["share"].sum()
+    result = pd.DataFrame(
+        {
+            "low": PROBABILITY_EDGES[:-1],
+            "high": PROBABILITY_EDGES[1:],
+            "share": sums["share"].to_numpy() / total if total >= ENOUGH else math.nan,
+            "tokens": sums["tokens"].to_numpy(),
+        }
     )
-    total = float(result["share"].sum())
-    result["share"] = result["share"] / total if total >= ENOUGH else math.nan
-    result = result.assign(low=PROBABILITY_EDGES[:-1], high=PROBABILITY_EDGES[1:])
-    shown = ["low", "high", "share", "tokens"]
-    if units is None or not bool((count > 1).any()):
-        return result[shown]
+    if units is None or not (count > 1).any():
+        return result
     shares = tokens["share"].to_numpy()
-    errors = [
-        sampling_error((inside - part) * shares / total, units, 1 / count)
-        for inside, part in zip(
-            [(ranges == each).to_numpy() for each in ranges.cat.categories],
-            result["share"],
-            strict=True,
-        )
-    ]
-    return result.assign(error=errors)[[*shown, "error"]]
+    errors = []
+    for each, part in zip(ranges.cat.categories, result["share"], strict=True):
+        inside = (ranges == each).to_numpy()
+        residuals = (inside - part) * shares / total  # (tokens,) of the ratio, linearized
+        errors.append(sampling_error(residuals, units, 1 / count))
+    return result.assign(error=errors)
 
 
 def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
@@ -262,8 +271,10 @@ def concentration(tokens: pd.DataFrame) -> tuple[float, float, float]:
     size = tokens["share"].abs().to_numpy()
     sure = (tokens["probability"] > SURE).to_numpy()
     largest = float(held_by_largest(size, count, 0.01))
-    carried = float((count * size)[sure].sum() / max((count * size).sum(), 1e-300))
-    return largest, float(count[sure].sum() / count.sum()), carried
+    weighted = count * size
+    carried = weighted[sure].sum() / max(weighted.sum(), 1e-300)
+    share_sure = count[sure].sum() / count.sum()
+    return largest, share_sure, carried
 
 
 def spike_text(run: Run) -> str:
@@ -272,29 +283,46 @@ def spike_text(run: Run) -> str:
     if scores.empty:
         return "No step has a gradient norm, so there is nothing to compare."
     spikes = spike_scores(run)
-    step = int(scores.nlargest(1, "grad_norm")["step"].iloc[0])
+    if len(spikes):
+        asked = spikes.nlargest(1, "times")
+    else:
+        asked = scores.nlargest(1, "grad_norm")
+    step = int(asked["step"].iloc[0])
+    said = _found_text(scores, spikes, step)
+    return f"{said} {_shares_text(run, spikes, step)}"
+
+
+def _found_text(scores: pd.DataFrame, spikes: pd.DataFrame, step: int) -> str:
+    """The spikes, or how near a run came to one; `step` has the largest gradient."""
     if len(spikes):
         each = ", ".join(
             f"{r.step} (z = {r.z:.1f}, {r.times:.1f} × typical)" for r in spikes.itertuples()
         )
-        said = f"{len(spikes)} step{'s' if len(spikes) > 1 else ''} with z ≥ {SPIKE_Z:g}: {each}."
-        step = int(spikes.nlargest(1, "times")["step"].iloc[0])
-    elif scores["z"].isna().all():
-        said = f"A spike is judged against {SPIKE_LEAST} earlier steps with a gradient; this run has {len(scores)} such steps."
-    else:
-        top = scores.nlargest(1, "z").iloc[0]
-        said = f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
-        said += f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
-        if scores.set_index("step")["z"].isna()[step]:
-            said += f" The largest is that of step {step}, which has fewer than {SPIKE_LEAST} steps before it to be judged against."
+        return f"{len(spikes)} step{'s' if len(spikes) > 1 else ''} with z ≥ {SPIKE_Z:g}: {each}."
+    if scores["z"].isna().all():
+        return f"A spike is judged against {SPIKE_LEAST} earlier steps with a gradient; this run has {len(scores)} such steps."
+    top = scores.nlargest(1, "z").iloc[0]
+    said = f"No step reaches z = {SPIKE_Z:g}: the highest is z = {top['z']:.1f} at step {top['step']:.0f}, gradient norm "
+    said += (
+        f"{number(top['grad_norm'])}, {top['times']:.1f} × the typical {number(top['typical'])}."
+    )
+    if scores.set_index("step")["z"].isna()[step]:
+        said += f" The largest is that of step {step}, which has fewer than {SPIKE_LEAST} steps before it to be judged against."
+    return said
+
+
+def _shares_text(run: Run, spikes: pd.DataFrame, step: int) -> str:
+    """Which of the spikes, or of `step` without one, have shares of tokens."""
     there = recorded_steps(run, "attribution")
     if not there:
-        return f"{said} No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
-    having = sorted({step, *spikes["step"].astype(int)} & set(there)) if len(spikes) else []
-    if having or step in there:
-        listed = " and ".join(map(str, having or [step]))
         return (
-            f"{said} Tokens' shares were recorded at step{'s' if len(having) > 1 else ''} {listed}."
+            f"No token's share was recorded{recorded_by(run, 'recording.token_gradients_every')}."
         )
+    wanted = {step, *spikes["step"].astype(int)}
+    having = sorted(wanted & set(there))
+    if having:
+        several = "s" if len(having) > 1 else ""
+        listed = " and ".join(map(str, having))
+        return f"Tokens' shares were recorded at step{several} {listed}."
     nearest = min(there, key=lambda one: (abs(one - step), one))
-    return f"{said} Tokens' shares were not recorded at step {step}; the nearest step that has them is {nearest}."
+    return f"Tokens' shares were not recorded at step {step}; the nearest step that has them is {nearest}."

@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.compute as pc
 
+from sharpscope.analysis.text import listed
 from sharpscope.analysis.tokens import Reduced, Reducer, scan
 from sharpscope.config import ClaimsSpec
 from sharpscope.traces import DamagedPartWarning, Run, Runs
@@ -177,14 +178,13 @@ class Study:
 
     def elsewhere(self, *methods: str) -> tuple[str, ...]:
         """A note on the runs of these methods that `alike` leaves out."""
+        # claims about tokens pool runs: another task or setting would be mixed in unseen
         inside = self.alike(*methods)
         names = [name for name in self.of(*methods) if name not in inside]
-        listed = ", ".join(names[:3]) + (" …" if len(names) > 3 else "")
-        return (
-            (f"{len(names)} runs of other settings or tasks are not used: {listed}",)
-            if names
-            else ()
-        )
+        if not names:
+            return ()
+        first = listed(names, 3)
+        return (f"{len(names)} runs of other settings or tasks are not used: {first}",)
 
     def pairing(self, treatment: str | None = None, baseline: str | None = None) -> Pairing:
         """Pairs by seed in the setting that has the most of them; ties go to the first by key.
@@ -213,6 +213,7 @@ class Study:
                 pairs[key] = [Pair(seed, ours[seed], theirs[seed]) for seed in shared]
         if not pairs:
             return Pairing(missing=_mismatch(first, second, by_key))
+        # sorted, so that of settings with equally many pairs it is the same one each time
         chosen = max(sorted(pairs), key=lambda key: len(pairs[key]))
         settings = grid_settings(self.finished[pairs[chosen][0].baseline])
         text = ", ".join(f"{axis} {value:g}" for axis, value in settings.items())
@@ -308,6 +309,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
 
     @functools.wraps(function)
     def _remembering(run: object, *arguments: object) -> Value:
+        # on the object itself: it goes with the run, and no run is kept alive by a cache
         known = vars(run).setdefault("_remembered", {})
         key = (function, *arguments)
         if key not in known:
@@ -322,6 +324,7 @@ def per_run(function: Callable[..., Value]) -> Callable[..., Value]:
 def recorded_steps(run: Run, *columns: str) -> list[int]:
     """Steps at which some token has a value, not null and not NaN, in each of these columns of the tokens table."""
     found: set[int] = set()
+    # in Arrow and piece by piece: the tokens table is the largest of all
     for piece in run.iter_arrow("tokens", columns=["step", *columns]):
         absent = [pc.is_null(piece[name], nan_is_null=True) for name in columns]
         known = pc.invert(functools.reduce(pc.or_, absent))
@@ -399,6 +402,7 @@ def _settings(study: Study) -> tuple[tuple[Setting, ...], tuple[str, ...]]:
             other: len(its) for (m, other), its in used.items() if m == method and other != key
         }
         most = max(rivals.values(), default=0)
+        # named by what differs from the setting that has the method's name, or else from all others
         largest = [other for other, count in rivals.items() if count == most > len(kept)]
         named = _differing(key, largest if len(largest) == 1 else rivals)
         if rivals and len(kept) > most:
@@ -426,6 +430,7 @@ def _differing(key: str, rivals: Iterable[str]) -> str:
 
 def _one_per_seed(members: Mapping[str, Run], notes: list[str]) -> dict[int, Run]:
     """One run per seed: finished ones if there are any, the longer of two with one seed; adds to `notes` what is left out."""
+    # a run that was stopped has less training: it counts only where none of its setting has finished
     finished = any(run.status == "finished" and last_step(run) for run in members.values())
     chosen: dict[int, tuple[str, Run]] = {}
     for name, run in sorted(members.items(), key=lambda item: -last_step(item[1])):

@@ -31,10 +31,12 @@ def shown(text: object) -> str:
     source = str(text)
     if source.isascii() and source.isprintable():
         return source
-    hidden = {
-        char for char in source if char not in "\n\t" and unicodedata.category(char) in _HIDDEN
-    }
-    return source.translate({ord(c): f"⟦{unicodedata.name(c, f'U+{ord(c):04X}')}⟧" for c in hidden})
+    names = {}
+    for char in {*source} - {"\n", "\t"}:
+        if unicodedata.category(char) in _HIDDEN:
+            code = ord(char)
+            names[code] = f"⟦{unicodedata.name(char, f'U+{code:04X}')}⟧"
+    return source.translate(names)
 
 
 _NUMBER = re.compile(r"[-+−]?[\d.,]+(?:e[-+]?\d+)?(?: ± [\d.]+(?:e[-+]?\d+)?)?(?: ?%)?")
@@ -57,7 +59,8 @@ def _cell(text: str) -> str:
 
 def escape_markdown(text: object) -> str:
     """Text that Markdown and HTML show as it is, on one line."""
-    line = " ".join("".join(char if char.isprintable() else " " for char in str(text)).split())
+    letters = [char if char.isprintable() else " " for char in str(text)]
+    line = " ".join("".join(letters).split())
     return _MARKUP.sub(r"\\\1", line)
 
 
@@ -74,8 +77,10 @@ def number(value: object, missing: str = "–") -> str:
 def short(value: object, digits: int) -> float | int | str | None:
     """A number with `digits` significant digits for JSON; infinities as text, None for what is not recorded."""
     exact = real(value)
-    if not math.isfinite(exact):
-        return None if math.isnan(exact) else "∞" if exact > 0 else "−∞"
+    if math.isnan(exact):
+        return None
+    if math.isinf(exact):
+        return "∞" if exact > 0 else "−∞"
     rounded = float(f"{exact:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e9 else rounded
 
@@ -85,8 +90,9 @@ def percent(share: object, digits: int = 0, sign: bool = False) -> str:
     value = 100 * real(share)
     if not math.isfinite(value):
         return "–"
-    plus = "+" if sign and round(value, digits) else ""
-    return f"{round(value, digits) + 0.0:{plus}.{digits}f} %".replace("-", "−")
+    rounded = round(value, digits) + 0.0  # no −0
+    plus = "+" if sign and rounded else ""
+    return f"{rounded:{plus}.{digits}f} %".replace("-", "−")
 
 
 def interval_text(value: float, half: float, sign: bool = False) -> str:
@@ -94,12 +100,14 @@ def interval_text(value: float, half: float, sign: bool = False) -> str:
     plus = "+" if sign else ""
     if not math.isfinite(value):
         return number(value)
-    if not (math.isfinite(half) and half > 0):
-        return (f"{value:{plus},.0f}" if abs(value) >= 1000 else f"{value:{plus}.3g}").replace(
-            "-", "−"
-        )
-    digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
-    return f"{value:{plus}.{digits}f} ± {half:.{digits}f}".replace("-", "−")
+    if math.isfinite(half) and half > 0:
+        digits = min(max(1 - math.floor(math.log10(half)), 0), 12)
+        text = f"{value:{plus}.{digits}f} ± {half:.{digits}f}"
+    elif abs(value) >= 1000:
+        text = f"{value:{plus},.0f}"
+    else:
+        text = f"{value:{plus}.3g}"
+    return text.replace("-", "−")
 
 
 UNSURE = "not measured well enough (error larger than the value)"
@@ -132,9 +140,11 @@ def method_label(method: str) -> str:
     for change in changes:
         key, _, value = change.partition("=")
         custom = re.fullmatch(r"custom\((?:[^:]*:)?(.*)\)", value)
-        words.append(
-            custom[1] if custom else f"{key.rpartition('.')[2]} {value}".replace("_", " ").strip()
-        )
+        if custom:
+            words.append(custom[1])
+        else:
+            field = key.rpartition(".")[2]
+            words.append(f"{field} {value}".replace("_", " ").strip())
     return f"{name} ({', '.join(words)})" if words else name
 
 
@@ -143,7 +153,9 @@ def model_label(model: str) -> str:
     cached = re.search(r"models--(.+?)--(.+?)(?:/|$)", model)
     if cached:
         return f"{cached[1]}/{cached[2]}"
-    return printable(model.rstrip("/").rpartition("/")[2] if model.startswith("/") else model, 40)
+    if model.startswith("/"):
+        model = model.rstrip("/").rpartition("/")[2]
+    return printable(model, 40)
 
 
 def sampling(temperature: float, prefix: str = "T = ") -> str:
@@ -151,14 +163,18 @@ def sampling(temperature: float, prefix: str = "T = ") -> str:
     return "greedy" if temperature == 0 else f"{prefix}{temperature:g}"
 
 
+def listed(names: Sequence[str], most: int) -> str:
+    """The first names, at most `most`, with a mark where there are more."""
+    return ", ".join(names[:most]) + (" …" if len(names) > most else "")
+
+
 def told_apart(texts: Sequence[str], width: int = 100) -> list[str]:
     """The texts, cut to `width`, without a long common beginning (whole words)."""
     same = 0
-    if len(set(texts)) > 1:
-        same = next(
-            (i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1), 0
-        )
-        same = texts[0].rfind(" ", 0, same) + 1
+    for at, letters in enumerate(zip(*texts, strict=False)):
+        if len(set(letters)) > 1:
+            same = texts[0].rfind(" ", 0, at) + 1
+            break
     if same > width // 4:
         texts = ["… " + text[same:] for text in texts]
     return [text if len(text) <= width else text[: width - 1] + "…" for text in texts]

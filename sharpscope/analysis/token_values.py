@@ -49,17 +49,19 @@ VALUES: dict[str, tuple[tuple[str, ...], Callable[[pd.DataFrame], pd.Series]]] =
 
 def needed_columns(names: Iterable[str]) -> list[str]:
     """Columns of the `tokens` table from which `names`, values or columns, follow."""
-    return list(
-        dict.fromkeys(c for name in names for c in (VALUES[name][0] if name in VALUES else (name,)))
-    )
+    needed: list[str] = []
+    for name in names:
+        needed += VALUES[name][0] if name in VALUES else [name]
+    return list(dict.fromkeys(needed))
 
 
 def with_values(tokens: pd.DataFrame) -> pd.DataFrame:
     """The tokens with each value of VALUES whose columns they have, float64; NaN where one of these was not recorded."""
-    there = {name: of for name, of in VALUES.items() if set(of[0]) <= set(tokens)}
-    return tokens.assign(
-        **{n: value(tokens[list(needs)].astype(np.float64)) for n, (needs, value) in there.items()}
-    )
+    made = {}
+    for name, (needs, value) in VALUES.items():
+        if set(needs) <= set(tokens):
+            made[name] = value(tokens[list(needs)].astype(float))
+    return tokens.assign(**made)
 
 
 BINS = {
@@ -77,13 +79,13 @@ Raising one logit of a token with π ≥ Σπ² raises Σπ², the collision pro
 
 def token_bins(tokens: pd.DataFrame) -> np.ndarray:
     """(n,) index into BINS; −1 where the probability, the collision or the advantage is not known."""
-    logp, collision, advantage = (
-        tokens[name].to_numpy(dtype=float) for name in ("logp", "collision", "advantage")
-    )
-    valley = (np.exp(logp) < collision).astype(int)
-    index = np.where(advantage == 0, 4, np.where(advantage > 0, valley, 2 + valley))
-    unknown = np.isnan(logp) | np.isnan(collision) | np.isnan(advantage)
-    return np.asarray(np.where(unknown, -1, index))
+    values = tokens[["logp", "collision", "advantage"]].astype(float)
+    valley = np.exp(values["logp"]) < values["collision"]
+    index = valley.astype(int)
+    index[values["advantage"] < 0] += 2
+    index[values["advantage"] == 0] = 4
+    index[values.isna().any(axis=1)] = -1
+    return index.to_numpy()
 
 
 def entropy_bins(run: Run) -> pd.DataFrame:
@@ -96,24 +98,31 @@ def entropy_bins(run: Run) -> pd.DataFrame:
     statistics = ["logp", "collision", "advantage", "loss_coef", "polarity", "attribution"]
     columns = ["step", "update", *statistics, INCLUSION, ROW]
     pieces = [pd.DataFrame(columns=["tokens", "gradient", "entropy", "size"], dtype=float)]
-    steps, required = passed_steps(run), ["collision", "advantage"]
-    for part in run.iter_tokens(steps, columns, required):
+    for part in run.iter_tokens(passed_steps(run), columns, ["collision", "advantage"]):
         index = token_bins(part)
         frame = part[index >= 0]
         index = index[index >= 0]
-        push = with_values(frame[["loss_coef", "polarity"]])["entropy_change"].fillna(0.0)
+        changes = with_values(frame[["loss_coef", "polarity"]])["entropy_change"]
+        push = changes.fillna(0.0).to_numpy()
         count = 1 / row_probability(frame)
-        values = {"tokens": count, "gradient": _update_shares(frame)}
-        values |= {"entropy": count * push.to_numpy(), "size": count * push.abs().to_numpy()}
+        values = {
+            "tokens": count,
+            "gradient": _update_shares(frame),
+            "entropy": count * push,
+            "size": count * np.abs(push),
+        }
         # by step first: the sums are then the same however many steps a piece has
-        pieces.append(sums_by(frame["step"].to_numpy(np.int64) * len(BINS) + index, values))
+        key = frame["step"].to_numpy(np.int64) * len(BINS) + index
+        pieces.append(sums_by(key, values))
     whole = pd.concat(pieces[1:] or pieces)
-    sums = whole.groupby(whole.index.to_numpy(np.int64) % len(BINS)).sum()
+    kind = whole.index.to_numpy(np.int64) % len(BINS)
+    sums = whole.groupby(kind).sum()
     sums = sums.reindex(range(len(BINS)), fill_value=0.0).set_axis(pd.Index(BINS, name="kind"))
     if not sums["tokens"].any():
         return pd.DataFrame(columns=["tokens", "gradient", "entropy"])
-    totals = sums[["tokens", "gradient", "size"]].sum().to_numpy()
-    return sums[["tokens", "gradient", "entropy"]].div(np.where(totals > 0, totals, np.nan))
+    totals = sums[["tokens", "gradient", "size"]].sum()
+    parts = sums[["tokens", "gradient", "entropy"]]
+    return parts.div(totals.where(totals > 0).to_numpy())
 
 
 def _update_shares(tokens: pd.DataFrame) -> np.ndarray:
@@ -122,7 +131,7 @@ def _update_shares(tokens: pd.DataFrame) -> np.ndarray:
     if share.isna().all():
         return np.zeros(len(tokens))
     updates = tokens.groupby("step")["update"].transform("nunique").clip(lower=1)
-    each = (share / updates).fillna(0.0).to_numpy(dtype=float)
+    each = (share / updates).fillna(0.0).to_numpy(float)
     return np.asarray(each * inverse_inclusion(tokens))
 
 
@@ -159,13 +168,16 @@ def mismatch_sums(run: Run) -> pd.DataFrame:
         count = 1 / row_probability(rows)
         sums = {"tokens": count} | {name: count * value for name, value in values.items()}
         pieces.append(sums_by(rows["step"].to_numpy(), sums))
-    return pd.concat([piece for piece in pieces if len(piece)] or pieces[:1]).groupby(level=0).sum()
+    filled = [piece for piece in pieces if len(piece)]
+    whole = pd.concat(filled or pieces[:1])
+    return whole.groupby(level=0).sum()
 
 
 def mismatch_by_step(run: Run) -> dict[int, float]:
     """Step → estimate k3 of KL(μ‖π) over its tokens [nats]; of the steps that have the sampler's log-probabilities."""
     sums = mismatch_sums(run)
-    return dict(zip(map(int, sums.index), (sums["k3"] / sums["tokens"]).astype(float), strict=True))
+    means = sums["k3"] / sums["tokens"]
+    return {int(str(step)): float(mean) for step, mean in means.items()}
 
 
 def sampler_section(runs: Runs) -> Section | None:
@@ -173,30 +185,27 @@ def sampler_section(runs: Runs) -> Section | None:
 
     A sampler differs where some ratio is outside [0.9, 1.1] or an estimate of KL(μ‖π) exceeds 0.001 nats.
     """
-    sums = pd.DataFrame(
-        {
-            name: table.sum()
-            for name, run in runs.by_name.items()
-            if len(table := mismatch_sums(run))
-        }
-    ).T
     title = "Sampler against trainer"
     part = "Events and cost"
     estimates = ["k1", "k2", "k3"]
+    tables = {name: mismatch_sums(run) for name, run in runs.by_name.items()}
+    sums = pd.DataFrame({name: table.sum() for name, table in tables.items() if len(table)}).T
     if sums.empty:
         return None
-    means = sums.assign(**{name: sums[name] / sums["tokens"] for name in QUANTITIES})
+    means = sums[[*QUANTITIES]].div(sums["tokens"], axis=0)
     largest = means[estimates].abs().max(axis=1)
-    differs = means[(means["outside"] > 0) | (largest > 1e-3)]
-    if differs.empty:
+    chosen = (means["outside"] > 0) | (largest > 1e-3)
+    if not chosen.any():
         text = f"no ratio is outside [0.9, 1.1], and no estimate of KL(μ‖π) exceeds {largest.max():.1g} nats"
         return Section(title, f"Their log-probabilities agree: {text}.", part=part)
+    differs = means[chosen]
     cells: dict[str, object] = {
         "run": differs.index,
-        "tokens": [f"{count:,.0f}" for count in differs["tokens"]],
+        "tokens": [f"{count:,.0f}" for count in sums.loc[chosen, "tokens"]],
+        "ratios outside [0.9, 1.1]": [percent(share, 2) for share in differs["outside"]],
     }
-    cells["ratios outside [0.9, 1.1]"] = [percent(share, 2) for share in differs["outside"]]
-    cells |= {f"{name} [nats]": differs[name].to_numpy() for name in estimates}
+    for name in estimates:
+        cells[f"{name} [nats]"] = differs[name].to_numpy()
     note = "Ratio r = π/μ of the trainer's policy to the sampler's; k1 = −ln r, k2 = (ln r)²/2, k3 = r − 1 − ln r estimate KL(μ‖π)."
     return Section(title, pd.DataFrame(cells), note, part)
 
@@ -207,52 +216,51 @@ def left_out(run: Run) -> pd.DataFrame:
     Columns: step, out (share of the tokens with an advantage), and for left-out and other tokens (`…_out`, `…_kept`) the means
     of probability and entropy [nats] and the share with A < 0. A KL term does not count as a gradient. Empty without tokens.
     """
-    columns = ["step", "update", "logp", "entropy", "advantage", "loss_coef", "kl_coef", "clipped"]
-    pieces = []
+    numbers = ["logp", "entropy", "advantage", "loss_coef", "kl_coef"]
+    pieces = [pd.DataFrame({"step": pd.Series(dtype=int)})]
+    columns = ["step", "update", "clipped", *numbers]
     for part in run.iter_tokens(passed_steps(run), columns, ["advantage", "loss_coef"]):
-        used = part[part["update"].notna() & (part["advantage"] != 0)].astype(
-            {"logp": float, "entropy": float}
-        )
-        values = {
-            "probability": np.exp(used["logp"]),
-            "entropy": used["entropy"],
-            "negative": used["advantage"] < 0,
-        }
-        policy = used["loss_coef"].astype(float) - used["kl_coef"].astype(float).fillna(0.0)
+        used = part[part["update"].notna() & (part["advantage"] != 0)]
+        used = used.astype(dict.fromkeys(numbers, float))
+        policy = used["loss_coef"] - used["kl_coef"].fillna(0.0)
         out = (policy == 0) & (used["clipped"] == 0)
-        means = {"out": out.groupby(used["step"]).mean()}
-        for which, chosen in (("out", out), ("kept", ~out)):
-            of_step = (
-                pd.DataFrame(values)[chosen].astype(float).groupby(used["step"][chosen]).mean()
-            )
-            means |= {f"{name}_{which}": column for name, column in of_step.items()}
-        pieces.append(pd.DataFrame(means).rename_axis("step").reset_index())
-    return (
-        pd.concat(pieces, ignore_index=True)
-        if pieces
-        else pd.DataFrame({"step": pd.Series(dtype=int)})
-    )
+        values = pd.DataFrame(
+            {
+                "probability": np.exp(used["logp"]),
+                "entropy": used["entropy"],
+                "negative": (used["advantage"] < 0).astype(float),
+            }
+        )
+        step = used["step"]
+        means = [
+            out.groupby(step).mean().to_frame("out"),
+            values[out].groupby(step[out]).mean().add_suffix("_out"),
+            values[~out].groupby(step[~out]).mean().add_suffix("_kept"),
+        ]
+        pieces.append(pd.concat(means, axis=1).rename_axis("step").reset_index())
+    return pd.concat(pieces[1:] or pieces, ignore_index=True)
 
 
 def selection_section(run: Run) -> Section | None:
     """What the selection left out in the first, the strictest and the last recorded step, for `show`; None without a selection."""
     selection = (run.config.get("method") or {}).get("tokens")
-    if not selection or (found := left_out(run)).empty:
+    if not selection:
         return None
-    named = {
-        "first": found.index[0],
-        "most left out": found["out"].idxmax(),
-        "last": found.index[-1],
-    }
+    found = left_out(run)
+    if found.empty:
+        return None
+    chosen = [found.index[0], found["out"].idxmax(), found.index[-1]]
+    names = ("first", "most left out", "last")
     rows = []
-    for name, row in zip(named, found.loc[list(named.values())].to_dict("records"), strict=True):
+    for name, row in zip(names, found.loc[chosen].to_dict("records"), strict=True):
         cells = {"step": f"{row['step']} ({name})", "left out": percent(row["out"], 1)}
         for title, key in (
             ("mean π", "probability"),
             ("mean H [nats]", "entropy"),
             ("share with A < 0", "negative"),
         ):
-            cells[title] = f"{number(row[f'{key}_out'])} / {number(row[f'{key}_kept'])}"
+            out, kept = row[f"{key}_out"], row[f"{key}_kept"]
+            cells[title] = f"{number(out)} / {number(kept)}"
         rows.append(cells)
     note = (
         f"Tokens with an advantage that the selection {selection['kind']} leaves out of the loss / those that it keeps; "

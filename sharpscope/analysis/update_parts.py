@@ -79,16 +79,21 @@ def reward_weights(run: Run) -> pd.Series:
     """
     rows = run.frame("rollouts", columns=["reward", "reward_parts"]).tail(FITTED)
     rows = rows[np.isfinite(rows["reward"].astype(float))]
-    parts, reward = reward_components(rows).fillna(0.0), rows["reward"].to_numpy(dtype=float)
+    parts = reward_components(rows).fillna(0.0)
     if parts.empty:
         return pd.Series(dtype=float)
     # a constant component or reward has no part in any advantage
-    values, reward = parts.to_numpy() - parts.to_numpy().mean(axis=0), reward - reward.mean()
+    table = parts.to_numpy()  # (completions, components)
+    values = table - table.mean(axis=0)
+    reward = rows["reward"].to_numpy(float)
+    reward = reward - reward.mean()
     trainer = run.info.get("trainer") or {}
     given = (trainer.get("arguments") or {}).get("reward_weights") or []
-    tried = [given if len(given) == values.shape[1] else [1.0] * values.shape[1]]
+    count = values.shape[1]
+    tried = [given if len(given) == count else [1.0] * count]
     fitted, _, rank, _ = np.linalg.lstsq(values, reward)
-    if rank == (np.ptp(values, axis=0) > 0).sum():
+    vary = np.ptp(values, axis=0) > 0
+    if rank == vary.sum():  # else several weights fit equally well
         tried.append(fitted)
     for weights in tried:
         if np.allclose(
@@ -129,14 +134,16 @@ def split_advantages(run: Run, step: int) -> SplitAdvantages:
     `normalize_then_sum`, and `advantage.kind=decoupled`, each component is first divided by its own.
     """
     rows = run.frame("rollouts", step, _OF_ROLLOUT).set_index("rollout")
-    reward, each = rows["reward"].astype(float), rows["group"].fillna(-1)
+    reward = rows["reward"].astype(float)
+    each = rows["group"].fillna(-1)
     method = (run.config.get("method") or {}).get("advantage") or {}
     arguments = (run.info.get("trainer") or {}).get("arguments") or {}
     own = method.get("weights") if method.get("kind") == "decoupled" else None
     apart = own or arguments.get("multi_objective_aggregation") == "normalize_then_sum"
     weights = pd.Series(own, dtype=float) if own else reward_weights(run)
-    if weights.empty:
-        values, weights = reward.to_frame(), pd.Series({"reward": 1.0})
+    if weights.empty:  # the total is the only component
+        weights = pd.Series({"reward": 1.0})
+        values = reward.to_frame()
     else:
         values = reward_components(rows).reindex(columns=weights.index)
     if not apart:
@@ -146,23 +153,38 @@ def split_advantages(run: Run, step: int) -> SplitAdvantages:
         """A statistic of each row's group."""
         return table.groupby(each).transform(what)
 
+    # equal rewards of a group differ from their mean by rounding, which a division would blow up
     pulls = values - of_group(values, "mean")
-    pulls = pulls.where(pulls.abs() > EQUAL * of_group(values.abs(), "max"), 0.0)
+    rounding = EQUAL * of_group(values.abs(), "max")
+    pulls = pulls.where(pulls.abs() > rounding, 0.0)
     if apart:
-        pulls = pulls / (of_group(values, "std").fillna(0.0) + STD_EPSILON)
+        deviation = of_group(values, "std").fillna(0.0)
+        pulls = pulls / (deviation + STD_EPSILON)
     pulls = pulls * weights
-    total, size = pulls.sum(axis=1).to_frame(), pulls.abs().sum(axis=1).to_frame()
-    silent = of_group(total.abs(), "max") <= EQUAL * of_group(size, "max")
-    product = total.mul(rows["advantage"].astype(float), axis=0)
-    scale = of_group(product, "sum") / of_group(total**2, "sum").mask(silent)
-    cancelled = ((total.abs() <= CANCELLED * size) & (size > 0))[0]
-    parts = pulls.mul(scale[0].fillna(0.0), axis=0).mask(cancelled, 0.0)
+    sums = pd.DataFrame(
+        {
+            "total": pulls.sum(axis=1),
+            "size": pulls.abs().sum(axis=1),
+            "advantage": rows["advantage"].astype(float),
+        }
+    )
+    total = sums["total"]
+    size = sums["size"]
+    largest = of_group(sums.abs(), "max")
+    silent = largest["total"] <= EQUAL * largest["size"]
+    # κ: least squares of the group's advantages on its totals
+    products = pd.DataFrame({"with": total * sums["advantage"], "itself": total**2})
+    of_products = of_group(products, "sum")
+    scale = of_products["with"] / of_products["itself"].mask(silent)
+    # components that cancel have parts of any size and a sum of 0: no κ tells them
+    cancelled = (total.abs() <= CANCELLED * size) & (size > 0)
+    parts = pulls.mul(scale.fillna(0.0), axis=0).mask(cancelled, 0.0)
     # a loop without groups has one completion in each, whose baseline is something else
     grouped = each.groupby(each).transform("size") > 1
     return SplitAdvantages(
         parts=parts,
         pulls=pulls,
-        silent=silent[0] & reward.notna() & grouped,
+        silent=silent & reward.notna() & grouped,
         cancelled=cancelled,
         grouped=grouped,
         apart=bool(apart),
@@ -183,9 +205,10 @@ def tokens_of_step(run: Run, step: int) -> pd.DataFrame:
     if len(shares):
         tokens[SHARE] = tokens[SHARE].where(tokens["update"] == shares["update"].iloc[0])
     # A damaged part of the rollouts is set aside, with a warning, when its damaged column is read.
-    of = run.frame("rollouts", step, _OF_ROLLOUT).set_index("rollout")["group"]
-    tokens = tokens[tokens["rollout"].isin(of.index)]
-    tokens = tokens.astype(dict.fromkeys(_READ[2:], float)).assign(group=tokens["rollout"].map(of))
+    group = run.frame("rollouts", step, _OF_ROLLOUT).set_index("rollout")["group"]
+    tokens = tokens[tokens["rollout"].isin(group.index)]
+    tokens = tokens.astype(dict.fromkeys(_READ[2:], float))
+    tokens = tokens.assign(group=tokens["rollout"].map(group))
     tokens = tokens.sort_values(["rollout", "position"], ignore_index=True)
     return tokens.assign(unit=tokens[sampled_by(run)])
 
@@ -196,13 +219,15 @@ def sums_of(tokens: pd.DataFrame, factors: pd.DataFrame) -> pd.DataFrame:
     `factors` of labels are dummies. Of a sample of tokens sums are estimates (Horvitz and Thompson), with standard errors in columns `…_error`.
     """
     made = {}
-    for name in (name for name in MEASURED if tokens[name].notna().any()):
+    for name in MEASURED:
         known = tokens[tokens[name].notna()]
+        if known.empty:
+            continue
         chance = 1 / inverse_inclusion(known)
         values = factors.loc[known.index].mul(known[name], axis=0)
         made[name] = values.div(chance, axis=0).sum()
         if (chance < 1).any():
-            columns = values.to_numpy().T
+            columns = values.to_numpy().T  # (factors, tokens)
             errors = [sampling_error(one, known["unit"], chance) for one in columns]
             made[f"{name}_error"] = pd.Series(errors, index=factors.columns)
     return pd.DataFrame(made, index=factors.columns)
@@ -216,8 +241,9 @@ def component_factors(tokens: pd.DataFrame, split: SplitAdvantages) -> pd.DataFr
     coef = tokens["loss_coef"].where(tokens["loss_coef"] != 0)
     kl = (tokens["kl_coef"] / coef).fillna(0.0)
     policy = (1 - kl).mask(coef.isna(), 0.0)
-    each = split.parts.loc[tokens["rollout"]].set_index(tokens.index)
-    each = each.div(tokens["advantage"].where(tokens["advantage"] != 0), axis=0).fillna(0.0)
+    advantage = tokens["advantage"].where(tokens["advantage"] != 0)
+    parts = split.parts.loc[tokens["rollout"]].set_index(tokens.index)
+    each = parts.div(advantage, axis=0).fillna(0.0)  # A_k/A
     rest = policy * (1 - each.sum(axis=1))
     return each.mul(policy, axis=0).assign(**{KL: kl, REST: rest})
 
@@ -242,11 +268,13 @@ class StepParts:
 @per_run
 def step_parts(run: Run, step: int) -> StepParts:
     """The sums of a step by component and by kind of group, with the groups that should give nothing and do."""
-    tokens, split = tokens_of_step(run, step), split_advantages(run, step)
+    tokens = tokens_of_step(run, step)
+    split = split_advantages(run, step)
     places = tokens["rollout"]
-    size = split.pulls.abs().sum(axis=1).loc[places].to_numpy()
+    size = split.pulls.abs().sum(axis=1).loc[places].to_numpy()  # (tokens,)
     gone = split.cancelled.loc[places].to_numpy()
-    why, sums = _why_not(run, tokens, split), pd.DataFrame()
+    why = _why_not(run, tokens, split)
+    sums = pd.DataFrame()
     if not why:
         factors = component_factors(tokens, split)
         # rounding of the recorded float32 values is no term
@@ -257,7 +285,7 @@ def step_parts(run: Run, step: int) -> StepParts:
     return StepParts(
         components=sums,
         kinds=_kinds(run, step, tokens, split),
-        cancelled=(int(split.cancelled.sum()), float(size[gone].sum() / max(size.sum(), 1e-300))),
+        cancelled=(int(split.cancelled.sum()), size[gone].sum() / max(size.sum(), 1e-300)),
         phantom=_phantom(tokens, split),
         why=why,
     )
@@ -271,9 +299,11 @@ def _why_not(run: Run, tokens: pd.DataFrame, split: SplitAdvantages) -> str:
         return "the rewards are no weighted sum of recorded components that can be told apart"
     if tokens["kl_coef"].isna().any():
         return "it is not recorded which part of the coefficients the KL term has"
-    told = ~(split.silent | split.cancelled).loc[tokens["rollout"]].to_numpy()
-    left = tokens["advantage"] - split.parts.sum(axis=1).loc[tokens["rollout"]].to_numpy()
-    if (left[told].abs() <= UNEXPLAINED * tokens["advantage"].abs().max()).all():
+    places = tokens["rollout"]
+    told = ~(split.silent | split.cancelled).loc[places].to_numpy()
+    explained = split.parts.sum(axis=1).loc[places].to_numpy()
+    left = (tokens["advantage"] - explained)[told].abs()
+    if (left <= UNEXPLAINED * tokens["advantage"].abs().max()).all():
         return ""
     return "the advantages are no multiples of the rewards' differences from their group"
 
@@ -295,14 +325,16 @@ def _phantom(tokens: pd.DataFrame, split: SplitAdvantages) -> str:
     """A sentence on the groups whose advantages should be 0 and that have a gradient; empty without one."""
     silent = split.silent.loc[tokens["rollout"]].to_numpy()
     moved = tokens[silent & (tokens["loss_coef"] != 0)]
-    size = moved["loss_coef"].abs().sum() / max(tokens["loss_coef"].abs().sum(), 1e-300)
+    coefficients = moved["loss_coef"].abs()
+    size = coefficients.sum() / max(tokens["loss_coef"].abs().sum(), 1e-300)
     if size < UNEXPLAINED:  # rounding of equal rewards
         return ""
     policy = moved["loss_coef"] - moved["kl_coef"].fillna(0.0)
+    largest = moved["advantage"].abs().max()
     cause = "the loss has a term without advantages"
-    if (policy.abs() <= UNEXPLAINED * moved["loss_coef"].abs()).all():
+    if (policy.abs() <= UNEXPLAINED * coefficients).all():
         cause = "the KL term acts on them too"
-    elif (largest := moved["advantage"].abs().max()) > 0:
+    elif largest > 0:
         cause = f"their advantages are up to {number(largest)}, by a baseline or scale that is not the group's, or by rounding"
     share = sums_of(tokens, pd.DataFrame({"silent": silent.astype(float)})).get(SHARE)
     carried = "" if share is None else f" and {percent(share.iloc[0], 1, sign=True)} of ‖∇L‖²"
@@ -352,20 +384,21 @@ def turns(tokens: pd.DataFrame) -> pd.Series:
 
 def statistics_by(tokens: pd.DataFrame, labels: pd.Series) -> pd.DataFrame:
     """By label: tokens, mean k3 of KL(μ‖π) [nats], mean |ln ratio|, clipped (share), Σ|c|, and the sums of MEASURED."""
-    values = {
-        "KL(μ‖π), k3": mismatch(tokens["logp"].to_numpy(), tokens["behavior_logp"].to_numpy())[
-            "k3"
-        ],
-        "|ln ratio|": np.log(tokens["ratio"]).abs(),
-        "clipped": tokens["clipped"].abs(),
-    }
-    means = (
-        pd.DataFrame(values, index=tokens.index).groupby(labels).mean().dropna(axis=1, how="all")
+    differences = mismatch(tokens["logp"].to_numpy(), tokens["behavior_logp"].to_numpy())
+    values = pd.DataFrame(
+        {
+            "KL(μ‖π), k3": differences["k3"],
+            "|ln ratio|": np.log(tokens["ratio"]).abs(),
+            "clipped": tokens["clipped"].abs(),
+        },
+        index=tokens.index,
     )
-    size = tokens["loss_coef"].abs().groupby(labels)
-    means.insert(0, "tokens", size.size())
+    means = values.groupby(labels).mean().dropna(axis=1, how="all")
+    sizes = tokens["loss_coef"].abs().groupby(labels)
+    means.insert(0, "tokens", sizes.size())
+    size = sizes.sum(min_count=1).rename("Σ|c|")
     sums = sums_of(tokens, pd.get_dummies(labels, dtype=float))
-    return pd.concat([means, size.sum(min_count=1).rename("Σ|c|"), sums], axis=1)
+    return pd.concat([means, size, sums], axis=1)
 
 
 def turn_sections(run: Run, step: int) -> list[Section]:
