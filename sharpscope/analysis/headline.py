@@ -28,13 +28,14 @@ from sharpscope.analysis.text import (
     method_label,
     number,
     percent,
+    real,
     sampling,
     told_apart,
     visible,
 )
 from sharpscope.rules.judging import SPIKE_WINDOW
 from sharpscope.traces import Run
-from sharpscope.traces.reader import piece_maker
+from sharpscope.traces.reader import Pieces, piece_maker
 
 CANDIDATES = 40
 """Tokens with the largest shares among which equal ones are merged."""
@@ -45,7 +46,13 @@ WIDTH = 60
 INSERTED = " ⋯ "
 """Stands in a sentence for tokens that were not drawn, such as a tool's answer."""
 SHARE = "share of ‖∇L‖²"
-_PLACE = ["rollout", "position", "loss_coef", "advantage"]
+_PLACE = [
+    "rollout",
+    "position",
+    "loss_coef",
+    "advantage",
+]
+"""Columns that say where a token is and which way its loss pushes it."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +108,24 @@ def moved_tokens(run: Run, step: int, top: int = 4) -> list[Moved]:
 
 def merged_tokens(run: Run, step: int, tokens: pd.DataFrame, column: str) -> list[Moved]:
     """The CANDIDATES tokens of a step with the largest |column|, with `probability`, `correct` and `group`; equal ones merged."""
-    order = tokens[column].abs().sort_values(ascending=False, kind="stable").index[:CANDIDATES]
-    chosen = tokens.loc[order]
+    sizes = tokens[column].abs().sort_values(ascending=False, kind="stable")
+    chosen = tokens.loc[sizes.index[:CANDIDATES]]
+    # token, direction, outcome and prompt → what is alike in them
     merged: dict[tuple[object, ...], Moved] = {}
     for row, sentence in zip(chosen.to_dict("records"), sentences(run, step, chosen), strict=True):
         correct = None if pd.isna(row["correct"]) else bool(row["correct"])
+        # a completion without a group has a prompt of its own
         group = ("alone", row["rollout"]) if pd.isna(row["group"]) else row["group"]
         key = (sentence.token, sentence.direction, correct, group)
-        one = merged.get(key, Moved(0.0, row["probability"], sentence, correct, 0))
+        one = merged.get(key)
+        if one is None:
+            one = Moved(
+                share=0.0,
+                probability=row["probability"],
+                sentence=sentence,
+                correct=correct,
+                count=0,
+            )
         merged[key] = replace(one, share=one.share + row[column], count=one.count + 1)
     return sorted(merged.values(), key=lambda one: -abs(one.share))
 
@@ -118,23 +135,27 @@ def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
     maker = piece_maker(run)
     tokens = run.tokens(steps=[step], columns=["rollout", "position", "token_id"])
     tokens = tokens[tokens["rollout"].isin(chosen["rollout"])].sort_values("position")
-    words: dict[int, tuple[list[int], list[str]]] = {}
-    for rollout, rows in tokens.groupby("rollout"):
-        ids = list(map(int, rows["token_id"]))
-        pieces = [f"⟨{one}⟩" for one in ids] if maker is None else maker(ids)
-        words[int(str(rollout))] = list(rows["position"]), pieces
+    by_rollout = {int(str(rollout)): rows for rollout, rows in tokens.groupby("rollout")}
+    words: dict[int, list[str]] = {}
     result = []
     for row in chosen.to_dict("records"):
         rollout = int(row["rollout"])
         position = int(row["position"])
-        positions, texts = words[rollout]
-        at, gaps = positions.index(position), np.diff(positions, append=positions[-1] + 1) > 1
-        ends = [INSERTED if gap else "" for gap in gaps]
+        rows = by_rollout[rollout]
+        if rollout not in words:
+            words[rollout] = words_of(rows["token_id"], maker)
+        texts = words[rollout]
+        positions = rows["position"].to_numpy()
+        at = int(np.flatnonzero(positions == position)[0])
+        inserted = np.diff(positions, append=positions[-1] + 1) > 1  # after each token
+        ends = [INSERTED if gap else "" for gap in inserted]
         around = [text + end for text, end in zip(texts, ends, strict=True)]
+        before = "".join(around[max(0, at - AROUND) : at])
+        after = ends[at] + "".join(around[at + 1 : at + 1 + AROUND])
         marked = Marked(
-            before="".join(around[max(0, at - AROUND) : at])[-WIDTH:],
+            before=before[-WIDTH:],
             token=texts[at][:WIDTH],
-            after="".join([ends[at], *around[at + 1 : at + 1 + AROUND]])[:WIDTH],
+            after=after[:WIDTH],
             direction=_direction(row),
             run=run.name,
             step=step,
@@ -145,12 +166,18 @@ def sentences(run: Run, step: int, chosen: pd.DataFrame) -> list[Marked]:
     return result
 
 
+def words_of(token_ids: pd.Series, maker: Pieces | None) -> list[str]:
+    """The text of each token, or its number in brackets without a readable tokenizer."""
+    ids = [int(one) for one in token_ids]
+    return [f"⟨{one}⟩" for one in ids] if maker is None else maker(ids)
+
+
 def _direction(row: Mapping[Hashable, float]) -> int:
     """1 if the loss makes the token more likely, -1 if less likely: the sign of -dL/d ln π, or else of the advantage."""
-    coefficient = float(row.get("loss_coef", math.nan) or 0.0)
-    advantage = float(row.get("advantage", math.nan) or 0.0)
-    value = -coefficient if coefficient and math.isfinite(coefficient) else advantage
-    return int(np.sign(value)) if math.isfinite(value) else 0
+    for value in (-real(row.get("loss_coef")), real(row.get("advantage"))):
+        if value and math.isfinite(value):
+            return 1 if value > 0 else -1
+    return 0
 
 
 def concentration_text(run: Run, step: int) -> str:
@@ -176,20 +203,26 @@ def moved_sections(runs: Sequence[Run], top: int = 4) -> list[Section]:
         if spike is None:
             continue
         first = step_sections(run, spike, top)[0]
-        said = [concentration_text(run, spike.step), first.note, momentum_text(run, spike.step)]
-        if spike.sample:  # the prompt of a token that was not measured may be larger
-            said.insert(0, f"Among {spike.sample}; others may have larger shares.")
-        elif spike.prompts is not None:
-            largest = spike.prompts.iloc[0]
-            text = visible(told_apart(spike.prompts["prompt"].astype(str).tolist(), 90)[0])
-            said.append(f"Largest prompt: {percent(largest['share'], sign=True)}, “{text}”")
-        note = " ".join(filter(None, said)) if first.note else ""
+        note = _moved_note(run, spike, first.note) if first.note else ""
         result.append(replace(first, title=f"{title}: {first.title}", note=note))
     if not result and runs:
-        why = recorded_by(runs[0], "recording.token_gradients_every")
-        why = why if runs[0].reduced is None else ": the run was reduced"
+        why = ": the run was reduced"
+        if runs[0].reduced is None:
+            why = recorded_by(runs[0], "recording.token_gradients_every")
         result.append(Section(title, f"No token's share of the gradient was kept{why}."))
     return result
+
+
+def _moved_note(run: Run, spike: Spike, note: str) -> str:
+    """What is said below the tokens of an update: how few carry it, `note`, the momentum, and the largest prompt."""
+    said = [concentration_text(run, spike.step), note, momentum_text(run, spike.step)]
+    if spike.sample:  # the prompt of a token that was not measured may be larger
+        said.insert(0, f"Among {spike.sample}; others may have larger shares.")
+    elif spike.prompts is not None:
+        largest = spike.prompts["share"].iloc[0]
+        prompts = told_apart(spike.prompts["prompt"].astype(str).tolist(), 90)
+        said.append(f"Largest prompt: {percent(largest, sign=True)}, “{visible(prompts[0])}”")
+    return " ".join(filter(None, said))
 
 
 def momentum_text(run: Run, step: int) -> str:
@@ -272,12 +305,12 @@ def _token_section(title: str, moved: Sequence[Moved]) -> Section:
 
 def trained_text(study: Study, settings: Sequence[Setting]) -> str:
     """What was trained and what it did to the accuracy, in words."""
-    lengths = {last_step(run) for setting in settings for run in setting.runs.values()}
-    steps = f"{min(lengths)}" if len(lengths) == 1 else f"{min(lengths)} to {max(lengths)}"
-    seeds = max(len(setting.runs) for setting in settings)
-    names = " and ".join(method_label(setting.label) for setting in settings)
     said = [*accuracy_texts(settings), *rotation_texts(settings)]
+    seeds = max(len(setting.runs) for setting in settings)
     if seeds > 1 or len(settings) > 1:  # what a run alone is, its head says
+        lengths = [last_step(run) for setting in settings for run in setting.runs.values()]
+        steps = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+        names = " and ".join(method_label(setting.label) for setting in settings)
         each = f", up to {seeds} seeds each" if seeds > 1 else ""
         said.insert(0, f"{names}: {steps} steps of {study.name}{each}.")
     return " ".join(said)
@@ -286,12 +319,15 @@ def trained_text(study: Study, settings: Sequence[Setting]) -> str:
 def rotation_texts(settings: Sequence[Setting]) -> list[str]:
     """How far token weights would turn the gradient of trainings that were recorded with `rotation=`."""
     said = []
-    for run in (run for setting in settings for run in setting.runs.values()):
-        angles = run.updates["gradient_rotation"].dropna()
-        method = run.info.get("rotation")
-        if method and len(angles):
-            each = f"{angles.mean():.1f}° on average over {len(angles)} updates (at most {angles.max():.1f}°)"
-            said.append(f"The weights of {method} would turn the gradient of {run.name} by {each}.")
+    for setting in settings:
+        for run in setting.runs.values():
+            angles = run.updates["gradient_rotation"].dropna()
+            method = run.info.get("rotation")
+            if method and len(angles):
+                each = f"{angles.mean():.1f}° on average over {len(angles)} updates (at most {angles.max():.1f}°)"
+                said.append(
+                    f"The weights of {method} would turn the gradient of {run.name} by {each}."
+                )
     return said
 
 
@@ -307,13 +343,13 @@ def accuracy_texts(settings: Sequence[Setting]) -> list[str]:
     known = whole[whole["split"].isin(list(names))]
     for (split, heat), part in known.groupby(["split", "temperature"]):
         runs = part.groupby(["setting", "run"], sort=False)
-        trained = part[runs["step"].transform("size") > 1]
-        first = trained.groupby(["setting", "run"], sort=False)["accuracy"].first()
+        several = runs["step"].transform("size") > 1  # one evaluation is no before and after
+        first = part[several].groupby(["setting", "run"], sort=False)["accuracy"].first()
         before = f"{percent(first.mean())} before, " if len(first) else ""
         after = []
         for label, last in runs.tail(1).groupby("setting", sort=False):
-            whose = f" ({method_label(str(label))})" if len(settings) > 1 else ""
             mean, half = over_seeds(100 * last[["accuracy", "half"]])
+            whose = f" ({method_label(str(label))})" if len(settings) > 1 else ""
             after.append(f"{interval_text(mean, half)} %{whose}")
         prompts = runs["prompts"].last().iloc[0]
         how = f"{sampling(float(str(heat)))}, {prompts} prompts"
@@ -331,7 +367,7 @@ def over_seeds(values: pd.DataFrame) -> tuple[float, float]:
     if len(finite) < 2:
         return tuple(finite[0].tolist()) if len(finite) else (math.nan, math.nan)
     interval = mean_interval(finite[:, 0])
-    mean = float(finite[:, 0].mean())
+    mean = finite[:, 0].mean()
     return mean, math.nan if interval is None else interval.high - mean
 
 
@@ -358,16 +394,17 @@ def layer_growth(run: Run, step: int) -> pd.DataFrame:
     and `share` of the update's ‖∇L‖².
     """
     table = layer_norms(run)
-    here = table[table["step"] == step].pivot(index="group", columns="update", values="grad_norm")
+    norms = table.pivot_table(index=["step", "update"], columns="group", values="grad_norm")
+    here = norms[norms.index.get_level_values("step") == step]
     if here.empty:
         return pd.DataFrame()
-    present = here[(here**2).sum().idxmax()].dropna()
-    earlier = table[table["step"] < step].pivot_table(
-        index=["step", "update"], columns="group", values="grad_norm"
-    )
+    squares = here**2
+    # of a step with several updates the one with the largest gradient
+    present = here.iloc[int(squares.sum(axis=1).argmax())].dropna()
+    earlier = norms[norms.index.get_level_values("step") < step]
     typical = earlier.tail(SPIKE_WINDOW).median().reindex(present.index)
     growth = (present / typical.where(typical > 0)).astype(float)
-    share = present**2 / float((present**2).sum())
+    share = present**2 / (present**2).sum()
     columns = {
         "grad_norm": present,
         "typical": typical,

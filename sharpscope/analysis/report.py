@@ -56,7 +56,7 @@ from sharpscope.analysis.token_values import (
 from sharpscope.analysis.token_view import RULE, Choice, choose
 from sharpscope.analysis.update_parts import telling_sections
 from sharpscope.diagnose.report import sparkline
-from sharpscope.traces import MAX_SATURATION, Run, Runs
+from sharpscope.traces import MAX_SATURATION, Row, Run, Runs
 
 SHOWN_SETTINGS = 4
 """Settings of a study that curves and tables show: those of the comparison, then those with the most seeds."""
@@ -152,37 +152,55 @@ def page_of(runs: Runs, source: str = "", claims: bool = False) -> Page:
         for name, rows in tables["forks"].groupby("fork", sort=False):
             sections += fork_sections(rows, title=f"{name}: " if several else "")
     choices = choose(runs.by_name)
+    sections += token_sections(choices)
+    sections += identity_sections(runs)
+    sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
+    if len(runs) == 1:
+        sections = list(map(_alone, sections))
+    sections.append(Section("", command_table(runs, source), part="Make it again"))
+    return Page(runs, source, sections, charts, tables, choices)
+
+
+def token_sections(choices: Mapping[str, Choice]) -> list[Section]:
+    """The tokens, parts and layers of the LARGEST_STEPS of all runs; of a run without shares of tokens, what its last step tells."""
+    sections: list[Section] = []
     largest = [(choice.run, spike) for choice in choices.values() for spike in choice.spikes]
     largest.sort(key=lambda one: one[1].rank, reverse=True)
     for run, spike in largest[:LARGEST_STEPS]:
-        details = [*step_sections(run, spike, LARGEST_TOKENS), *telling_sections(run, spike.step)]
-        details += layer_sections(run, spike.step)
-        sections += [replace(section, part="Tokens", step=spike.step) for section in details]
-    for choice in (choice for choice in choices.values() if not choice.spikes):
-        sections += [replace(one, part="Tokens") for one in telling_sections(choice.run)]
-    sections += identity_sections(runs)
-    sections += [Section("Runs", run_table(runs), part="Compare"), *problem_sections(runs)]
-    if len(runs) == 1:  # there is nothing to compare
-        for at, one in enumerate(sections):
-            if one.part == "Compare":
-                part = "Events and cost" if one.title == "Runs" else "Found"
-                sections[at] = replace(one, part=part)
-    again = Section("", command_table(runs, source), part="Make it again")
-    return Page(runs, source, [*sections, again], charts, tables, choices)
+        details = [
+            *step_sections(run, spike, LARGEST_TOKENS),
+            *telling_sections(run, spike.step),
+            *layer_sections(run, spike.step),
+        ]
+        sections += [replace(one, part="Tokens", step=spike.step) for one in details]
+    for choice in choices.values():
+        if not choice.spikes:
+            sections += [replace(one, part="Tokens") for one in telling_sections(choice.run)]
+    return sections
+
+
+def _alone(section: Section) -> Section:
+    """A section of a page of one run, where there is nothing to compare."""
+    if section.part != "Compare":
+        return section
+    return replace(section, part="Events and cost" if section.title == "Runs" else "Found")
 
 
 def laid_out(runs: Runs) -> list[tuple[Study, list[Setting]]]:
     """Each study that has steps with the settings that are shown, the baseline of comparisons first."""
-    result = []
-    for study in studies(runs):
-        leading = [*comparison(study)["baseline"][:1], study.baseline, study.treatment]
-        rank = {label: n for n, label in reversed(list(enumerate(leading)))}
-        ordered = sorted(
-            study.settings, key=lambda s: (rank.get(s.label, 3), -len(s.runs), s.label)
-        )
-        if ordered:
-            result.append((study, ordered[:SHOWN_SETTINGS]))
-    return result
+    return [(study, shown_settings(study)) for study in studies(runs) if study.settings]
+
+
+def shown_settings(study: Study) -> list[Setting]:
+    """The baseline of comparisons, then the methods that claims compare, then the settings with the most seeds."""
+    leading = [*comparison(study)["baseline"][:1], study.baseline, study.treatment]
+
+    def rank(one: Setting) -> tuple[int, int, str]:
+        """Its place among `leading`, or behind them; then the number of seeds."""
+        place = leading.index(one.label) if one.label in leading else len(leading)
+        return place, -len(one.runs), one.label
+
+    return sorted(study.settings, key=rank)[:SHOWN_SETTINGS]
 
 
 # -- Found and Compare ---------------------------------------------------------------------------------------------------
@@ -210,19 +228,20 @@ def compared_settings(
     study: Study, settings: Sequence[Setting]
 ) -> list[tuple[str, str, pd.DataFrame]]:
     """(baseline, treatment, rows of `comparison`) of the settings that are shown, in their order."""
-    labels = [setting.label for setting in settings]
     pairs = comparison(study).groupby(["baseline", "treatment"])
-    groups = [(str(first), str(second), rows) for (first, second), rows in pairs]
+    groups = {str(second): (str(first), str(second), rows) for (first, second), rows in pairs}
     if len(study.settings) < 3:  # two runs are named by themselves where their method is the same
-        return groups
-    return sorted((one for one in groups if one[1] in labels), key=lambda one: labels.index(one[1]))
+        return list(groups.values())
+    return [groups[setting.label] for setting in settings if setting.label in groups]
 
 
 def main_differences(rows: pd.DataFrame) -> pd.DataFrame:
     """Those of HEADLINE among the rows of `comparison`, in its order."""
-    names = rows["quantity"]
-    of_others = ~names.str.startswith("train")
-    found = [rows[of_others & (names.str.startswith(n) | names.str.endswith(n))] for n in HEADLINE]
+    found = []
+    others = rows[~rows["quantity"].str.startswith("train")]
+    names = others["quantity"].str
+    for name in HEADLINE:
+        found.append(others[names.startswith(name) | names.endswith(name)])
     return pd.concat(found)
 
 
@@ -233,23 +252,32 @@ def difference_sections(study: Study, settings: Sequence[Setting]) -> list[Secti
         return []
     baseline, treatment, rows = pairs[0]
     main = main_differences(rows).head(6)
-    said = []
-    steps = [run.steps for label, _, run in study.each() if label == treatment and rotates(run)]
-    for name, text in (
-        ("gradient_rotation", "It turns the gradient by"),
-        ("noise_rotation", "The noise of one batch turns it by about"),
-    ):
-        angles = pd.concat([pd.Series(dtype=float), *(table[name].dropna() for table in steps)])
-        if len(angles):
-            said.append(f"{text} {known(angles).mean():.0f}°.")
+    runs = [run for label, _, run in study.each() if label == treatment]
+    said = turning_texts(runs)
     n = main["n"].max() if len(main) else 0
-    alone = "One pair of runs: repeat with more seeds before believing a difference."
-    said.append(alone if n == 1 else f"{n} seeds.")
+    if n == 1:
+        said.append("One pair of runs: repeat with more seeds before believing a difference.")
+    else:
+        said.append(f"{n} seeds.")
     for halve in main["to_halve"].dropna()[:1]:
         said.append(f"{halve:.0f} seeds would halve the intervals.")
     names = f"{method_label(treatment)} change anything, compared with {method_label(baseline)}?"
     shown = difference_table(main).drop(columns=_PAIRS, errors="ignore")
     return [Section(f"Did {names}", shown, " ".join(said), records=records_of(main))]
+
+
+def turning_texts(runs: Sequence[Run]) -> list[str]:
+    """How far a method turns the gradient and how far the noise does, over the runs in which it does at all."""
+    said = []
+    steps = [run.steps for run in runs if rotates(run)]
+    for name, text in (
+        ("gradient_rotation", "It turns the gradient by"),
+        ("noise_rotation", "The noise of one batch turns it by about"),
+    ):
+        angles = [angle for table in steps for angle in table[name].dropna()]
+        if angles:
+            said.append(f"{text} {np.mean(angles):.0f}°.")
+    return said
 
 
 _PAIRS = ["pairs", "worst pair"]
@@ -277,29 +305,38 @@ def _difference_cells(row: Mapping[Hashable, Any]) -> dict[str, str]:
     """One row of `difference_table`."""
     n = row["n"]
     unit = row["unit"]
-    value = row["difference"]
     share = unit == "share"
-    factor, percents = (100, " %") if share else (1, "")
-    half = (row["high"] - row["low"]) / 2
-    text = interval_text(factor * value, factor * half, sign=True) + (" points" if share else "")
-    if not math.isfinite(value):
-        text = "–"
-    elif value == 0 and not half > 0:
-        text = "0"
-    clear = verdict_of(row["low"], row["high"], n, counted=share)
-    if clear and 1 < n < FEW_PAIRS:
-        clear += f"; {NO_COLLAPSE}"
-    plain = unit in ("share", "1", "reward")
-    cells = {"quantity": row["quantity"] if plain else f"{row['quantity']} [{unit}]"}
+    factor = 100 if share else 1
+    quantity = row["quantity"]
+    if unit not in ("share", "1", "reward"):
+        quantity += f" [{unit}]"
+    cells = {"quantity": quantity}
     for side in ("baseline", "treatment"):
         end = number(factor * row[f"{side}_value"])
-        cells[method_label(row[side])] = end if end == "–" else end + percents
-    cells["difference"] = text
-    cells["shows"] = clear if math.isfinite(value) else row["note"]
+        cells[method_label(row[side])] = f"{end} %" if share and end != "–" else end
+    cells["difference"], cells["shows"] = _difference_texts(row)
     cells["pairs"] = str(n)
     worst = f"{number(factor * row['worst'])} ({row['worst_pair']})"
     cells["worst pair"] = worst if n > 1 else ""
     return cells
+
+
+def _difference_texts(row: Mapping[Hashable, Any]) -> tuple[str, str]:
+    """The difference of a row with its interval, and what that shows, or why there is none."""
+    value = row["difference"]
+    if not math.isfinite(value):
+        return "–", row["note"]
+    share = row["unit"] == "share"
+    factor = 100 if share else 1
+    half = (row["high"] - row["low"]) / 2
+    text = "0"
+    if value != 0 or half > 0:
+        text = interval_text(factor * value, factor * half, sign=True)
+        text += " points" if share else ""
+    clear = verdict_of(row["low"], row["high"], row["n"], counted=share)
+    if clear and 1 < row["n"] < FEW_PAIRS:
+        clear += f"; {NO_COLLAPSE}"
+    return text, clear
 
 
 def verdict_of(low: float, high: float, n: int, counted: bool) -> str:
@@ -315,7 +352,10 @@ def setting_sections(study: Study) -> list[Section]:
     """What the configurations of a study's settings differ in; values that differ between a setting's runs are joined."""
     settings = study.settings[:SHOWN_SETTINGS]
     configs = [[flat(run.config) for run in setting.runs.values()] for setting in settings]
-    keys = dict.fromkeys(key for several in configs for config in several for key in config)
+    keys: dict[str, None] = {}  # in their order
+    for several in configs:
+        for config in several:
+            keys |= dict.fromkeys(config)
     rows = []
     for key in keys:
         cells = [_values_text(config.get(key) for config in several) for several in configs]
@@ -328,10 +368,10 @@ def setting_sections(study: Study) -> list[Section]:
 
 def _values_text(values: Iterable[object]) -> str:
     """Different values of a setting, joined."""
-    texts = dict.fromkeys(
-        number(value) if isinstance(value, float) else "none" if value is None else str(value)
-        for value in values
-    )
+    texts: dict[str, None] = {}
+    for value in values:
+        text = "none" if value is None else str(value)
+        texts[number(value) if isinstance(value, float) else text] = None
     return printable(", ".join(texts), 60)
 
 
@@ -345,23 +385,12 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     if ends.empty:
         why = recorded_by(runs[0][1], "probes.preset")
         return [Section("Sharpness", f"Not recorded{why}.", part="Sharpness")]
-    rows = []
-    for measure, of_measure in ends.groupby("measure", sort=False):
-        for label, several in of_measure.groupby("setting", sort=False):
-            steps = [*filter(None, [_span(several["first_step"]), _span(several["last_step"])])]
-            named = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}"
-            worst = several["saturation"].max()
-            full = " (saturated)" if worst > MAX_SATURATION else ""
-            cells = {
-                "measure": f"{measure}; {named}",
-                "setting": method_label(str(label)),
-                "at the first": _value_text(several, "first"),
-                "at the last": _value_text(several, "last"),
-                "change": change_text(*over_seeds(several[["change", "change_half"]])),
-                "of possible": percent(worst) + full if worst >= 0 else "–",
-            }
-            rows.append(cells)
-    frame = _dense(pd.DataFrame(rows))
+    groups = [
+        several
+        for _, of_measure in ends.groupby("measure", sort=False)
+        for _, several in of_measure.groupby("setting", sort=False)
+    ]
+    frame = _dense(pd.DataFrame(list(map(_sharpness_cells, groups))))
     note = (
         "Rise of the loss within the radius (SAM; its value for many prompts lies between plain and cross-fitted), eigenvalue, or 2 / "
         "critical learning rate. ± or [ ]: 95 % interval over prompts or seeds; critical sharpness is of the update's own batch and has "
@@ -374,15 +403,40 @@ def sharpness_sections(settings: Sequence[Setting]) -> list[Section]:
     return [Section("Sharpness at the steps where it was measured", frame, note, "Sharpness")]
 
 
-def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
+def _sharpness_cells(several: pd.DataFrame) -> dict[str, str]:
+    """What is shown of a measure in the runs of a setting, rows of `_sharpness_ends`."""
+    spans = [_span(several["first_step"]), _span(several["last_step"])]
+    steps = [span for span in spans if span]
+    named = f"step{'s' if len(steps) > 1 else ''} {' and '.join(steps)}"
+    worst = several["saturation"].max()
+    possible = percent(worst) if worst >= 0 else "–"
+    if worst > MAX_SATURATION:
+        possible += " (saturated)"
+    return {
+        "measure": f"{several['measure'].iloc[0]}; {named}",
+        "setting": method_label(several["setting"].iloc[0]),
+        "at the first": _value_text(several, "first"),
+        "at the last": _value_text(several, "last"),
+        "change": change_text(*over_seeds(several[["change", "change_half"]])),
+        "of possible": possible,
+    }
+
+
+def _sharpness_ends(setting: str, run: Run) -> Iterator[Row]:
     """For each measure of a run its first estimate, and where there are several steps the last one and the change."""
     estimates = dict[str, list[Estimated]]()
     for row in sharpness_rows(run).to_dict("records"):
         estimates.setdefault(row["measure"], []).append(row)
     for measure, rows in estimates.items():
-        first, last = rows[0], rows[-1]
+        first = rows[0]
+        last = rows[-1]
+        if first["step"] == last["step"]:  # measured once
+            last = dict.fromkeys(last, math.nan)
+            change, half = math.nan, math.nan
+        else:
+            change, half = _paired(run, first, last)
         saturations = [row["saturation"] for row in rows if pd.notna(row["saturation"])]
-        ends = {
+        yield {
             "setting": setting,
             "measure": measure,
             "saturation": max(saturations, default=math.nan),
@@ -390,23 +444,13 @@ def _sharpness_ends(setting: str, run: Run) -> Iterator[dict[str, object]]:
             "first": first["value"],
             "first_half": first["half"],
             "first_text": first["text"],
+            "last_step": last["step"],
+            "last": last["value"],
+            "last_half": last["half"],
+            "last_text": last["text"],
+            "change": change,
+            "change_half": half,
         }
-        again = dict.fromkeys(
-            ("last_step", "last", "last_half", "last_text", "change", "change_half"), math.nan
-        )
-        if first["step"] != last["step"]:
-            change, half = _paired(run, first, last)
-            again = {
-                "last_step": last["step"],
-                "last": last["value"],
-                "last_half": last["half"],
-            }
-            again |= {
-                "change": change,
-                "change_half": half,
-                "last_text": last["text"],
-            }
-        yield ends | again
 
 
 def _value_text(rows: pd.DataFrame, end: str) -> str:
@@ -418,28 +462,34 @@ def _value_text(rows: pd.DataFrame, end: str) -> str:
 
 def _span(steps: pd.Series) -> str:
     """The steps as text: `6`, or `4 to 6` where runs differ; empty without one."""
-    there = steps.dropna().astype(int)
-    return " to ".join(map(str, dict.fromkeys([there.min(), there.max()]))) if len(there) else ""
+    there = [int(step) for step in steps.dropna()]
+    if not there:
+        return ""
+    least = min(there)
+    most = max(there)
+    return str(least) if least == most else f"{least} to {most}"
 
 
 def _dense(frame: pd.DataFrame) -> pd.DataFrame:
     """Without columns of dashes, and without the setting if there is one only."""
-    alone = ["setting"] if frame["setting"].nunique() == 1 else []
-    return frame.drop(columns=[*alone, *(name for name in frame if (frame[name] == "–").all())])
+    told = (frame != "–").any()
+    told["setting"] = frame["setting"].nunique() > 1
+    return frame.loc[:, told]
 
 
 def _paired(run: Run, first: Estimated, last: Estimated) -> tuple[float, float]:
     """Last minus first of a run's estimates, with half of its interval over prompts; NaN without values by prompt."""
+    ends = pd.DataFrame([first, last])
+    if ends["half"].isna().all() and ends["low"].notna().any():
+        return math.nan, math.nan  # how far the ends of two such intervals can differ is not known
     change = float(last["value"]) - float(first["value"])
     values = _prompt_values(run)
-    start, end = (values.get(_estimate_key(row), {}) for row in (first, last))
-    one_sided = all(pd.isna(row["half"]) for row in (first, last))
-    if one_sided and any(pd.notna(row["low"]) for row in (first, last)):
-        return math.nan, math.nan  # how far the ends of two such intervals can differ is not known
+    start = values.get(_estimate_key(first), {})
+    end = values.get(_estimate_key(last), {})
     if len(start) < 2 or set(start) != set(end):
         return change, math.nan
-    each = np.array([end[prompt] - start[prompt] for prompt in start])
-    return change, Z * float(each.std(ddof=1)) / math.sqrt(len(each))
+    changes = np.array([end[prompt] - start[prompt] for prompt in start])  # (prompts,)
+    return change, Z * changes.std(ddof=1) / math.sqrt(len(changes))
 
 
 IDENTITY = ("step", "probe_set", "functional", "parameters", "quantity", "rho", "seed")
@@ -456,10 +506,10 @@ def _prompt_values(run: Run) -> dict[tuple[object, ...], dict[object, float]]:
     """Estimate → prompt → its first value."""
     found: dict[tuple[object, ...], dict[object, float]] = {}
     rows = run.probe_prompts
-    columns = (rows[name].astype(object).where(rows[name].notna(), None) for name in IDENTITY)
-    for key, prompt, value in zip(
-        zip(*columns, strict=True), rows["prompt"], known(rows["value"]), strict=True
-    ):
+    keys = rows[list(IDENTITY)].astype(object)
+    keys = keys.where(keys.notna(), None)
+    tuples = keys.itertuples(index=False, name=None)
+    for key, prompt, value in zip(tuples, rows["prompt"], known(rows["value"]), strict=True):
         found.setdefault(key, {}).setdefault(prompt, float(value))
     return found
 
@@ -470,24 +520,32 @@ def _prompt_values(run: Run) -> dict[tuple[object, ...], dict[object, float]]:
 def curve_table(run: Run) -> pd.DataFrame:
     """Quantity, mean of the first third, sparkline, mean of the last third ± its error over steps; what never varies is left out."""
     steps = run.steps.sort_values("step")
-    # of a method with advantages the loss says little
-    names = {"loss": Quantity("loss")} if steps["reward_mean"].isna().all() else {}
+    quantities = STEPS
+    if steps["reward_mean"].isna().all():  # of a method with advantages the loss says little
+        quantities = {"loss": Quantity("loss")} | STEPS
     rows = []
-    for column, quantity in (names | STEPS).items():
+    for column, quantity in quantities.items():
         if column not in steps:
             continue
         values = quantity.factor * known(steps[column])
         finite = values[np.isfinite(values)]
         if column.endswith("_rotation"):  # recorded at some steps only
             values = finite if rotates(run) else finite[:0]
+        if not len(finite) or not len(values):
+            continue
         constant = "[%]" in quantity.name or column == "weight_mean"
-        if not len(finite) or not len(values) or (constant and np.ptp(finite) < 1e-6):
+        if constant and np.ptp(finite) < 1e-6:
             continue
         third = max(1, len(values) // 3)
         first = values[:third].mean()
-        (last, error) = series_mean(values[-third:])
-        end = interval_text(last, Z * error) if math.isfinite(last) else "not a number"
-        rows.append((quantity.name, number(first, "not a number"), sparkline(values, WIDTH), end))
+        last, error = series_mean(values[-third:])
+        cells = {
+            "by step": quantity.name,
+            "first": number(first, "not a number"),
+            "": sparkline(values, WIDTH),
+            "last": interval_text(last, Z * error) if math.isfinite(last) else "not a number",
+        }
+        rows.append(cells)
     return pd.DataFrame(rows, columns=["by step", "first", "", "last"])
 
 
@@ -496,7 +554,8 @@ def curve_table(run: Run) -> pd.DataFrame:
 
 def problem_sections(runs: Runs) -> list[Section]:
     """What a reader should know: runs left out, damaged parts, events, the sampler, and costs."""
-    part, result = "Events and cost", []
+    part = "Events and cost"
+    result = []
     said = [f"{name} is left out: {why}" for name, why in runs.skipped.items()]
     for run in runs:
         said += [f"{run.name}: {file} is set aside: {why}" for file, why in run.damaged.items()]
@@ -504,19 +563,31 @@ def problem_sections(runs: Runs) -> list[Section]:
         said += study.notes
     if said:
         result.append(Section("To know", "\n".join(said), part=part))
-    events = runs.events
-    loud = events[events["severity"] != "info"] if len(events) else events
-    if len(loud):
-        same = loud.sort_values("step", kind="stable").groupby(["run", "rule"], sort=False)
-        table = same[["step", "message"]].last().assign(times=same.size()).reset_index()
-        table = table.rename(columns={"step": "last step"})
-        shown = ["run", "rule", "times", "last step", "message"]
-        result.append(Section("Events", table[shown if len(runs) > 1 else shown[1:]], part=part))
-    result += filter(None, [sampler_section(runs)])
-    if len(costs := cost_table(runs)):
+    events = event_table(runs)
+    if len(events):
+        result.append(Section("Events", events, part=part))
+    sampler = sampler_section(runs)
+    if sampler is not None:
+        result.append(sampler)
+    costs = cost_table(runs)
+    if len(costs):
         note = "Sums over the recorded steps; evaluation and loading are not in them. Recording includes the probes."
         result.append(Section("Cost", costs, note, part))
     return result
+
+
+def event_table(runs: Runs) -> pd.DataFrame:
+    """How often each rule fired in each run, with its last message; what is for information only is left out."""
+    events = runs.events
+    if events.empty:
+        return events
+    loud = events[events["severity"] != "info"].sort_values("step", kind="stable")
+    same = loud.groupby(["run", "rule"], sort=False)
+    table = same[["step", "message"]].last()
+    table = table.assign(times=same.size()).reset_index()
+    table = table.rename(columns={"step": "last step"})
+    shown = ["run", "rule", "times", "last step", "message"]
+    return table[shown if len(runs) > 1 else shown[1:]]
 
 
 def cost_table(runs: Runs) -> pd.DataFrame:
@@ -539,10 +610,11 @@ def cost_table(runs: Runs) -> pd.DataFrame:
             "run": name,
             "a step [s]": f"{total / len(steps):.2f}",
             "all [min]": f"{total / 60:.1f}",
-            **{kind: percent(part / (total or 1.0)) for kind, part in parts.items()},
-            "peak memory": ", ".join(memory) or "–",
-            "device": str(run.info.get("device") or "–"),
         }
+        for kind, part in parts.items():
+            cells[kind] = percent(part / (total or 1.0))
+        cells["peak memory"] = ", ".join(memory) or "–"
+        cells["device"] = str(run.info.get("device") or "–")
         rows.append(cells)
     frame = pd.DataFrame(rows)
     return frame.drop(columns=["run", "device"], errors="ignore") if len(runs) == 1 else frame

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sharpscope.analysis.text import number, visible
+from sharpscope.traces import Row
 
 if TYPE_CHECKING:  # `show` needs no plotting library
     from matplotlib.figure import Figure
@@ -92,16 +93,16 @@ def is_text(column: pd.Series) -> bool:
     )
 
 
-def records_of(frame: pd.DataFrame) -> list[dict[str, object]]:
+def records_of(frame: pd.DataFrame) -> list[Row]:
     """The rows of a frame as numbers by column, for `Section.records`."""
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def to_records(sections: Iterable[Section]) -> dict[str, object]:
     """Sections for scripts: `title`, `part`, `note`, and `text` or `rows`; a cell with a token is an object."""
-    made: list[dict[str, object]] = []
+    made: list[Row] = []
     for section in sections:
-        content: dict[str, object] = {"text": section.content}
+        content: Row = {"text": section.content}
         if isinstance(section.content, pd.DataFrame):
             rows = section.records or section.content.to_dict("records")
             cells = [

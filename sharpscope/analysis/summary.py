@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +17,14 @@ from sharpscope.analysis.headline import largest_update, leading_step, moved_tok
 from sharpscope.analysis.measures import STEPS
 from sharpscope.analysis.sections import Marked
 from sharpscope.analysis.study import flat, last_step, per_run
-from sharpscope.analysis.text import method_label, model_label, number, percent, printable
+from sharpscope.analysis.text import (
+    listed,
+    method_label,
+    model_label,
+    number,
+    percent,
+    printable,
+)
 from sharpscope.diagnose import diagnose
 from sharpscope.errors import UserError
 from sharpscope.traces import Run
@@ -62,7 +69,7 @@ class Number:
         """The course as the path of an SVG element of 120 by 28."""
         data = np.asarray(self.values)
         x = np.linspace(1.0, 119.0, len(data))
-        y = 26.0 - 24.0 * (data - data.min()) / (float(np.ptp(data)) or 1.0)
+        y = 26.0 - 24.0 * (data - data.min()) / (np.ptp(data) or 1.0)
         return "M" + "L".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
 
 
@@ -219,24 +226,29 @@ def head_of(page: Page) -> Head:
         step = leading_step(run)
         link = f"Tokens of step {step}" + (", which shows the cause" if cause(run) else "")
         return Head(names[0], facts, *verdict_parts(run), step, link, numbers(run))
-    listed = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
     tables = {
         one.title: one.content
         for one in page.sections
         if isinstance(one.content, pd.DataFrame) and "difference" in one.content
     }
+    said = [title for title in list(tables)[:1] if title.startswith("Did ")]
     # the main differences first, then those of the first comparison
-    first = list(tables.values())[:2]
-    found = {row["quantity"]: row for table in first for row in table.to_dict("records")}
-    rows = list(found.values())[:NUMBERS]
-    made = [
-        Number(f"{row['quantity']}, difference", "", row["difference"], (), row["shows"])
-        for row in rows
-    ]
-    said = [
-        f"{row['quantity']}: " + ", ".join(filter(None, [row["difference"], row["shows"]])) + "."
-        for row in rows[:2]
-    ]
-    asked = [title for title in list(tables)[:1] if title.startswith("Did ")]
-    text = " ".join([*asked, *said])
-    return Head(f"{len(names)} runs", listed, text or verdict(runs[0]), numbers=made)
+    rows: dict[object, Any] = {}
+    for table in list(tables.values())[:2]:
+        rows |= {row["quantity"]: row for row in table.to_dict("records")}
+    made: list[Number] = []
+    for row in list(rows.values())[:NUMBERS]:
+        shows = row["shows"]
+        one = Number(
+            title=f"{row['quantity']}, difference",
+            first="",
+            last=row["difference"],
+            values=(),
+            detail=shows,
+        )
+        made.append(one)
+        if len(made) <= 2:
+            text = f"{row['difference']}, {shows}" if shows else row["difference"]
+            said.append(f"{row['quantity']}: {text}.")
+    told = " ".join(said) or verdict(runs[0])
+    return Head(f"{len(names)} runs", listed(names, 4), told, numbers=made)

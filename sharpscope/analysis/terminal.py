@@ -26,7 +26,7 @@ from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import INCLUSION, check_recorded, sample_text
 from sharpscope.analysis.update_parts import BY, part_sections
 from sharpscope.errors import UserError, nearest
-from sharpscope.traces import RUN_FILE, Run, Runs, load_run, load_runs
+from sharpscope.traces import RUN_FILE, Row, Run, Runs, load_run, load_runs
 from sharpscope.traces.parts import is_pack
 
 SHARE = "attribution"
@@ -75,7 +75,7 @@ def path_sections(paths: Sequence[str | Path]) -> list[Section]:
     with quiet():
         runs = load_runs(paths)
         if not len(runs):
-            load_run(Path(paths[0]))  # says why there is none
+            load_run(Path(paths[0]))  # raises, and says why there is none
         if len(runs) > MOST_RUNS:
             return many_sections(runs, shlex.join(map(str, paths)))
         if len(runs) > 1 or runs.skipped:
@@ -114,7 +114,7 @@ def many_sections(runs: Runs, source: str) -> list[Section]:
     return sections
 
 
-def group_row(members: pd.DataFrame) -> dict[str, object]:
+def group_row(members: pd.DataFrame) -> Row:
     """Numbers of runs, seeds, steps and the last rewards of runs of one method on one task."""
     rewards = members["reward"].dropna()
     spread = f" ± {rewards.std():.2g}" if len(rewards) > 1 else ""
@@ -210,20 +210,27 @@ def token_sections(
         raise UserError(f"--by {by}: no such column{nearest(by, ('effect', *BY, *TOKEN_COLUMNS))}")
     recorded = recorded_steps(run, *needed_columns([by]))
     if not recorded:
-        why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
-        others = [
-            name
-            for name in ("loss_coef", "advantage", "entropy")
-            if name != by and recorded_steps(run, name)
-        ]
-        instead = f"; try --by {others[0]}" if others else ""
-        raise UserError(f"--by {by}: never recorded in this run{why}{instead}")
+        raise UserError(f"--by {by}: never recorded in this run{_instead(run, by)}")
     if step is None:
         norms = run.steps.set_index("step")["grad_norm"].reindex(recorded)
         step = recorded[int(norms.fillna(-1.0).to_numpy().argmax())]
     check_recorded(by, step, recorded)
     if by == SHARE:
         return [*step_sections(run, explain_step(run, step, top), top), *layer_sections(run, step)]
+    return [largest_section(run, step, by, top)]
+
+
+def _instead(run: Run, by: str) -> str:
+    """Why a column was never recorded, and one that was."""
+    why = recorded_by(run, "recording.token_gradients_every") if by == SHARE else ""
+    for name in ("loss_coef", "advantage", "entropy"):
+        if name != by and recorded_steps(run, name):
+            return f"{why}; try --by {name}"
+    return why
+
+
+def largest_section(run: Run, step: int, by: str, top: int) -> Section:
+    """The tokens of a step that are largest in a column."""
     tokens = with_values(run.tokens(steps=[step]))
     size = tokens[by].abs()
     columns = [by]
@@ -233,18 +240,20 @@ def token_sections(
         later = again.merge(first, on=["step", "rollout", "position"])
         tokens = pd.concat([tokens, later], ignore_index=True)
         columns = [by, "ratio", "clipped", "update"]
-        size = np.log(tokens["ratio"]).abs().where((tokens["clipped"] != 0) | (by == "ratio"))
+        size = np.log(tokens["ratio"]).abs()
+        if by == "clipped":
+            size = size.where(tokens["clipped"] != 0)
     chosen = tokens.loc[size.dropna().nlargest(top).index]
+    places = chosen["rollout"].astype(str).to_numpy()
+    table = pd.DataFrame({"completion": places, "token": sentences(run, step, chosen)})
+    for name in dict.fromkeys((*columns, "probability", "advantage", "weight", SHARE)):
+        if chosen[name].notna().any():
+            table["π" if name == "probability" else name] = chosen[name].to_numpy()
     measured = tokens[tokens[by].notna()]
     # else a column of all tokens
     sample = sample_text(run, measured) if measured[INCLUSION].notna().all() else ""
-    names = dict.fromkeys((*columns, "probability", "advantage", "weight", SHARE))
-    places = chosen["rollout"].astype(str).to_numpy()
-    table = pd.DataFrame({"completion": places, "token": sentences(run, step, chosen)})
-    for name in (name for name in names if chosen[name].notna().any()):
-        table["π" if name == "probability" else name] = chosen[name].to_numpy()
-    of = f", among the tokens of {sample}" if sample else ""
-    return [Section(f"{run.name}, step {step}: tokens by |{by}|{of}", table)]
+    among = f", among the tokens of {sample}" if sample else ""
+    return Section(f"{run.name}, step {step}: tokens by |{by}|{among}", table)
 
 
 def spike_sections(run: Run, top: int = 8) -> list[Section]:

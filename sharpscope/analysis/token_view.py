@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from sharpscope.analysis.headline import leading_step
+from sharpscope.analysis.headline import leading_step, words_of
 from sharpscope.analysis.spikes import (
     NOT_RECORDED,
     SPIKE_Z,
@@ -22,12 +22,14 @@ from sharpscope.analysis.spikes import (
     spike_scores,
 )
 from sharpscope.analysis.study import ground_of
-from sharpscope.analysis.text import short, shown
+from sharpscope.analysis.text import listed, short, shown
 from sharpscope.analysis.token_values import needed_columns, with_values
 from sharpscope.analysis.tokens import complement
 from sharpscope.traces import TABLES, Run
 from sharpscope.traces.reader import Pieces, piece_maker
 
+Json = dict[str, object]
+"""An object in the data of the page."""
 BUDGET = 4_000_000
 """Bytes of token data in a report, divided evenly among its runs."""
 RUN_BUDGET = 1_800_000
@@ -79,31 +81,31 @@ def token_view(
     share = min(RUN_BUDGET, budget // max(1, len(choices)))
     pieces: dict[str, int] = {}  # texts that repeat over the whole page → their numbers
     prompts: dict[str, int] = {}
-    completions: list[dict[str, object]] = []
+    completions: list[Json] = []
     notes: list[str] = []
     for number, (name, choice) in enumerate(choices.items()):
         maker = piece_maker(choice.run)
+        taken = _completions(choice, number, share, maker, pieces, prompts)
+        completions += taken
+        said = []
         if not choice.run.rows("tokens"):
-            notes.append(
-                f"{name}: no token rows were recorded (recording.tokens_every), so completions are plain text."
+            said.append(
+                "no token rows were recorded (recording.tokens_every), so completions are plain text"
             )
         elif maker is None:
-            notes.append(
-                f"{name}: the run saved no readable tokenizer, so tokens stand as their numbers."
-            )
-        taken = _completions(choice, number, share, maker, pieces, prompts)
+            said.append("the run saved no readable tokenizer, so tokens stand as their numbers")
         if len(taken) < len(choice.wanted):
-            notes.append(
-                f"{name}: {len(taken)} of {len(choice.wanted)} chosen completions fit into the file."
+            said.append(
+                f"{len(taken)} of {len(choice.wanted)} chosen completions fit into the file"
             )
-        completions += taken
+        notes += [f"{name}: {text}." for text in said]
     others = [name for name in runs if name not in choices]
     absent = [name for name in others if not runs[name].rows("rollouts")]
     if len(others) > len(absent):
         notes.append(f"{len(others) - len(absent)} more runs are not shown here, see the rule.")
     if absent:
         why = "no completions were recorded (recording.rollouts_every), or they were not kept when the runs were reduced"
-        notes.append(f"{', '.join(absent[:4])}{' …' if len(absent) > 4 else ''}: {why}.")
+        notes.append(f"{listed(absent, 4)}: {why}.")
     return {
         "runs": [shown(name) for name in choices],
         "methods": [shown(c.run.method) for c in choices.values()],
@@ -121,33 +123,33 @@ def _completions(
     maker: Pieces | None,
     pieces: dict[str, int],
     prompts: dict[str, int],
-) -> list[dict[str, object]]:
+) -> list[Json]:
     """The chosen completions of one run, the first ones that fit into `budget` bytes; the first always."""
     wanted = ["rollout", "position", "token_id", "update", *needed_columns(COLUMNS.values())]
-    result: list[dict[str, object]] = []
+    result: list[Json] = []
     steps: dict[int, tuple[pd.DataFrame, pd.DataFrame]] = {}
     used = 0
+    # in the order of the rule: what does not fit is what says least
     for (step, rollout), why in choice.wanted.items():
         if step not in steps:
             chosen = [number for of, number in choice.wanted if of == step]
             rollouts = choice.run.frame("rollouts", step)
+            rollouts = rollouts[rollouts["rollout"].isin(chosen)].set_index("rollout")
             tokens = choice.run.tokens(step, wanted)
-            steps[step] = (
-                rollouts[rollouts["rollout"].isin(chosen)].set_index("rollout"),
-                with_values(tokens[tokens["rollout"].isin(chosen)]),
-            )
+            tokens = with_values(tokens[tokens["rollout"].isin(chosen)])
+            steps[step] = rollouts, tokens
         rollouts, tokens = steps[step]
         if rollout not in rollouts.index:  # its part was found damaged since it was chosen
             continue
         row = rollouts.loc[rollout]
-        body, texts = _body(
-            row, tokens[tokens["rollout"] == rollout].sort_values("position"), maker
-        )
-        prompt = _cut(row["prompt"])
-        new = [text for text in dict.fromkeys(texts) if text not in pieces] + (
-            [prompt] if prompt not in prompts else []
-        )
+        own = tokens[tokens["rollout"] == rollout].sort_values("position")
+        body, texts = _body(row, own, maker)
         completion = _head(row, number, step, rollout, why) | body
+        prompt = _cut(row["prompt"])
+        new = [text for text in dict.fromkeys(texts) if text not in pieces]
+        if prompt not in prompts:
+            new.append(prompt)
+        # in the file a token is the number of its text, of about six bytes
         used += len(json.dumps(completion)) + 6 * len(texts) + len(json.dumps(new))
         if used > budget and result:
             break
@@ -158,7 +160,7 @@ def _completions(
     return result
 
 
-def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str, object]:
+def _head(row: Any, number: int, step: int, rollout: int, why: str) -> Json:
     """What the page says about a completion as a whole."""
     names = {
         "g": "group",
@@ -178,34 +180,26 @@ def _head(row: Any, number: int, step: int, rollout: int, why: str) -> dict[str,
     }
 
 
-def _body(
-    row: Any, tokens: pd.DataFrame, maker: Pieces | None
-) -> tuple[dict[str, object], list[str]]:
+def _body(row: Any, tokens: pd.DataFrame, maker: Pieces | None) -> tuple[Json, list[str]]:
     """The numbers of a completion's tokens with their texts; without tokens, its text."""
     if tokens.empty:
         return {"text": shown(_cut(row["completion"]))}, []
-    ids = [int(token) for token in tokens["token_id"]]
-    texts = [f"⟨{token}⟩" for token in ids] if maker is None else maker(ids)
+    texts = words_of(tokens["token_id"], maker)
     kept = tokens.head(MOST_TOKENS)
-    recorded = {
-        name: kept[column].to_numpy(dtype=float, na_value=math.nan)
-        for name, column in COLUMNS.items()
-        if column in kept
-    }
-    numbers = {
-        name: [short(value, DIGITS) for value in values]
-        for name, values in recorded.items()
-        if _tells(name, values)
-    }
-    body: dict[str, object] = {"c": numbers}
+    numbers = {}
+    for name, column in COLUMNS.items():
+        if column in kept:
+            values = kept[column].to_numpy(dtype=float, na_value=math.nan)
+            if _tells(name, values):
+                numbers[name] = [short(value, DIGITS) for value in values]
+    body: Json = {"c": numbers}
     positions = [int(position) for position in kept["position"]]
     if positions != list(range(len(positions))):
         body["at"] = positions
-    if len(texts) > MOST_TOKENS:
-        body |= {
-            "rest": shown(_cut("".join(texts[MOST_TOKENS:]))),
-            "more": len(texts) - MOST_TOKENS,
-        }
+    rest = texts[MOST_TOKENS:]
+    if rest:
+        body["rest"] = shown(_cut("".join(rest)))
+        body["more"] = len(rest)
     return body, [shown(_cut(text)) for text in texts[:MOST_TOKENS]]
 
 
@@ -221,12 +215,10 @@ def _tells(name: str, values: np.ndarray) -> bool:
 def _cut(text: object) -> str:
     """A text of at most MOST_TEXT characters; what is missing was not recorded."""
     text = NOT_RECORDED if text is None else str(text)
-    most = MOST_TEXT
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:most]} … ({len(text) - most:,} characters more in the traces)"
-    )
+    more = len(text) - MOST_TEXT
+    if more <= 0:
+        return text
+    return f"{text[:MOST_TEXT]} … ({more:,} characters more in the traces)"
 
 
 SPIKES = 4
@@ -281,9 +273,8 @@ class Choice:
         groups = self.asked(step)["group"]
         for rollout in rollouts:
             group = groups.get(rollout)
-            known = pd.notna(group)
-            same = groups.index[groups == group if known else groups.index == rollout]
-            for one in same[:GROUP]:
+            same = groups == group if pd.notna(group) else groups.index == rollout
+            for one in groups.index[same][:GROUP]:
                 self.wanted.setdefault((int(step), int(one)), why)
 
 
@@ -293,6 +284,7 @@ def runs_shown(runs: Mapping[str, Run]) -> dict[str, Run]:
     if len(there) <= MOST_RUNS:
         return there
     spikes = {name: spike_scores(run)["times"].max() for name, run in there.items()}
+    # the n-th largest of each method before the (n + 1)-th of any
     ordered = sorted(there, key=lambda name: -np.nan_to_num(spikes[name]))
     methods = pd.Series([there[name].method for name in ordered], ordered)
     turn = methods.groupby(methods).cumcount().sort_values(kind="stable")
@@ -303,9 +295,11 @@ def runs_shown(runs: Mapping[str, Run]) -> dict[str, Run]:
 def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     """RULE applied to every run that has completions."""
     choices = {name: Choice(run) for name, run in runs_shown(runs).items()}
+    few = len(choices) <= FEW
     for name, choice in choices.items():
-        found = sorted(notable_steps(choice.run, SPIKE_TOKENS), key=lambda one: -one.times)[:SPIKES]
-        step = leading_step(choice.run) if len(choices) <= FEW else None
+        largest = sorted(notable_steps(choice.run, SPIKE_TOKENS), key=lambda one: -one.times)
+        found = largest[:SPIKES]
+        step = leading_step(choice.run) if few else None
         if step is not None and all(one.step != step for one in found):
             found.append(explain_step(choice.run, step, SPIKE_TOKENS))
         choice.spikes = sorted(found, key=lambda one: one.step)
@@ -314,10 +308,10 @@ def choose(runs: Mapping[str, Run]) -> dict[str, Choice]:
     for choice in choices.values():
         with_text = list(choice.run.step_rows("rollouts"))
         steps = [step for step in choice.run.token_steps if step in with_text] or with_text
-        order = _first_rows(choice.run, list(dict.fromkeys((steps[-1], steps[0], *_spread(steps)))))
-        for step, rollout in largest_rollouts(
-            choice.run, order if len(choices) <= FEW else order[:2]
-        ).items():
+        order = list(dict.fromkeys((steps[-1], steps[0], *_spread(steps))))
+        order = _first_rows(choice.run, order)
+        searched = order if few else order[:2]
+        for step, rollout in largest_rollouts(choice.run, searched).items():
             choice.add(step, [rollout], "largest token")
     return choices
 
