@@ -158,7 +158,8 @@ def draw_course(axis: Axes, run: Run) -> None:
     for event in sorted(told, key=lambda one: one.kind)[:2]:
         axis.axvline(event.step, color=GRAY, linestyle=":")
         text = f"step {event.step}: {event.text.split(' · ')[0]}"
-        right = event.step > float(np.mean(axis.get_xlim()))
+        # towards the middle, so that no text leaves the picture
+        right = event.step > np.mean(axis.get_xlim())
         align = "right" if right else "left"
         place = axis.get_xaxis_transform()
         axis.text(

@@ -24,7 +24,7 @@ from sharpscope.analysis.tokens import (
 )
 from sharpscope.errors import UserError, nearest
 from sharpscope.packaged import package_yaml
-from sharpscope.traces import Run
+from sharpscope.traces import Row, Run
 from sharpscope.traces.reader import piece_maker
 
 OUTCOMES = {
@@ -66,6 +66,7 @@ def effect_tokens(run: Run, step: int, on: str) -> pd.DataFrame:
 def removal_text(run: Run, on: str) -> str:
     """How well effects on an outcome (a key of OUTCOMES, or `failure`) predict what happens without the tokens on a run's policy."""
     model = str((run.config.get("policy") or {}).get("model"))
+    # of another policy the first that was measured stands for it, and the text says so
     policy = model if model in REMOVAL else next(iter(REMOVAL))
     first = "Measured" if policy == model else "Not measured on this model"
     found = REMOVAL[policy]["outcomes"][on]
@@ -127,16 +128,14 @@ def effect_sections(run: Run, step: int | None, on: str = "kl", top: int = 20) -
     return parts
 
 
-def _largest(
-    run: Run, step: int, tokens: pd.DataFrame, top: int
-) -> tuple[pd.DataFrame, list[dict[str, object]]]:
+def _largest(run: Run, step: int, tokens: pd.DataFrame, top: int) -> tuple[pd.DataFrame, list[Row]]:
     """The tokens with the largest |effect|, as shown and as numbers.
 
     Equal ones (text, direction, outcome and prompt) are one row with the sum of their effects.
     """
     found = merged_tokens(run, step, tokens, "effect")[:top]
     total = float(tokens["sum"].abs().sum()) or 1.0
-    records: list[dict[str, object]] = [
+    records: list[Row] = [
         asdict(one.sentence)
         | {"effect": one.share, "count": one.count}
         | {"probability": one.probability, "correct": one.correct}
@@ -204,6 +203,7 @@ def _sums(run: Run, tokens: pd.DataFrame) -> dict[str, pd.DataFrame]:
         made["answer"] = table(answers, "answer")
     maker = piece_maker(run)
     if maker is not None:
+        # each token of the vocabulary that occurs is read once
         ids = tokens["token_id"].astype(int)
         kinds = {one: kind_of(maker([one])[0]) for one in ids.unique()}
         made["kind of token"] = table(ids.map(kinds), "kind")

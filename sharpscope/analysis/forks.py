@@ -96,7 +96,7 @@ def fork_differences(forks: pd.DataFrame) -> pd.DataFrame:
 def _paired(rows: pd.DataFrame) -> pd.DataFrame:
     """Every row with the change of the reference arm on the same batch; `both`: valid and finite for both."""
     start = rows["start"].astype(float)
-    # else a quantity of the update
+    # an outcome without any start, such as a rotation, is a quantity of the update: its value is the change
     changes = start.notna().groupby([rows["fork"], rows["outcome"]]).transform("any")
     changed = rows.assign(change=rows["value"].astype(float) - start.where(changes, 0.0))
     changed["valid"] = rows["valid"].fillna(False).astype(bool) & changed["change"].notna()
@@ -128,6 +128,7 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
             "invalid": invalid,
             **nothing,
         }
+    # batches of one state share what is special about it: over several states its mean is one value
     sample = (
         states[0]
         if one
@@ -141,14 +142,14 @@ def _summary(states: Sequence[pd.DataFrame], invalid: int) -> dict[str, float | 
         "states": len(states),
         "batches": sum(map(len, states)),
         "invalid": invalid,
-        "change": float(change.mean()),
+        "change": change.mean(),
         "change_low": ends[0][0],
         "change_high": ends[0][1],
-        "difference": float(difference.mean()),
+        "difference": difference.mean(),
         "low": ends[1][0],
         "high": ends[1][1],
         "p": _p_value(difference),
-        "sd": math.sqrt(float(np.mean(within))) if within else math.nan,
+        "sd": math.sqrt(np.mean(within)) if within else math.nan,
     }
 
 
@@ -178,11 +179,13 @@ def fork_sections(
         here = differences[
             (differences["state"] == state) & (differences["comparison"] == comparison)
         ]
+        # the last state is that of all states, if there are several: it alone is shown at matched KL too
         if here.empty or (comparison != "step" and state != states[-1]):
             continue
         outcomes = [name for name in NAMES if name in set(here["outcome"])][:most]
         rows = []
         for arm, part in here.set_index("outcome").groupby("arm", sort=False):
+            # of the reference its own change is shown: its difference is 0
             is_reference = arm == part["reference"].iloc[0]
             columns = (
                 ("change", "change_low", "change_high")
@@ -381,6 +384,7 @@ def tokens_verdict(values: pd.DataFrame, arms: list[str], top: int) -> str:
     said = f"Without these {top} tokens the gradient's norm is {less} ({number(without)} in place of {number(whole)}), "
     said += f"without {top} random ones {random}."
     kl = values.loc["kl", arms].to_numpy(float)
+    # a gradient that shrinks by half moves the model by half only if nothing rescales the step
     if without < MOST * whole and kl[1] > MOST * kl[0]:
         said += " The step is less changed than the gradient: clipping and the optimizer's moments bound it whatever the gradient's size."
     return said

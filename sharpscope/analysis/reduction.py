@@ -54,6 +54,7 @@ def reduce_run(run: Run, out: Path, tokens: int = TOKENS) -> Path:
         raise UserError(
             f"{run.path} has {len(run.damaged)} damaged parts, {part}: {why}; restore them, or leave it out"
         )
+    # renamed when it is whole: an interrupted copy is no run
     aside = out.with_name(f".{out.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
@@ -128,6 +129,7 @@ def _sample(run: Run, count: int) -> pa.Table:
         for step in steps
     ]
     has_norm = np.concatenate([np.zeros(0, dtype=bool), *measured])
+    # one order of all tokens, from which both halves are taken: none is drawn twice
     order = np.random.default_rng(0).permutation(len(has_norm))
     half = order[has_norm[order]][: count // 2]
     rest = order[~has_norm[order]][: count - len(half)]

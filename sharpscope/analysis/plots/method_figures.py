@@ -58,7 +58,7 @@ def rotation(figure: Picture, frame: pd.DataFrame) -> None:
                 linewidth=1.2,
                 alpha=0.6,
             )
-    noise = float(frame["noise"].iloc[0]) if "noise" in frame and len(frame) else math.nan
+    noise = frame["noise"].iloc[0] if "noise" in frame and len(frame) else math.nan
     if math.isfinite(noise):
         text = f"noise of the batch, {noise:.0f}°"
         axis.axvline(
@@ -168,7 +168,7 @@ def paired_dots(verdict: Verdict) -> Figure:
 
     def scaled(values: object) -> np.ndarray:
         """Values in the claim's unit."""
-        data = np.asarray(values, dtype=float)
+        data = np.asarray(values, float)
         return {"plain": data, "log": 100 * np.expm1(data)}.get(claim.scale, 100 * data)
 
     with styled():
@@ -182,7 +182,7 @@ def paired_dots(verdict: Verdict) -> Figure:
             linestyle="--",
         )
         for row, frame in enumerate(parts.values()):
-            data = frame["difference"].to_numpy(dtype=float)
+            data = frame["difference"].to_numpy(float)
             interval = contrast_interval(data) or mean_interval(data)
             places = np.full(len(data), row)
             axis.plot(

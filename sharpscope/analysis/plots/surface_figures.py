@@ -48,7 +48,7 @@ def spectrum(figure: Picture, frame: pd.DataFrame) -> None:
         )
         if "low" in line:
             band(axis, line["eigenvalue"], line["low"], line["high"], color)
-    axis.set(yscale="log", ylim=(1e-7 * float(frame["density"].max()), None))
+    axis.set(yscale="log", ylim=(1e-7 * frame["density"].max(), None))
     named = plain(frame["functional"].iloc[0]) if "functional" in frame else "the loss"
     axis.set(xlabel=f"eigenvalue of the Hessian of {named}", ylabel="spectral density")
     legend(figure)

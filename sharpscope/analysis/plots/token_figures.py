@@ -63,6 +63,7 @@ def sampled(frame: pd.DataFrame, count: int = POINTS) -> pd.DataFrame:
     """At most `count` rows, chosen at random but the same each time, in their order."""
     if len(frame) <= count:
         return frame
+    # in the order of the table, which files of the figure's numbers keep
     return frame.sample(count, random_state=0).sort_index()
 
 
@@ -190,7 +191,7 @@ def lorenz(figure: Picture, frame: pd.DataFrame) -> None:
         mean = table.mean(axis=1)
         axis.plot(table.index, mean, color=color, label=plain(run))
         band(axis, table.index, table.min(axis=1), table.max(axis=1), color)
-        held = float(np.interp(0.01, mean.index, mean))
+        held = np.interp(0.01, mean.index, mean)
         axis.plot(0.01, held, "o", color=color, markersize=5)
         if at < 3:
             place = (8, -11 * (at + 1))
@@ -401,7 +402,7 @@ def token_steps(figure: Picture, frame: pd.DataFrame) -> None:
 
 def heat_map(axis: Axes, table: pd.DataFrame, label: str) -> None:
     """A table as a heat map around 0; full color at the 98 % quantile of the sizes."""
-    end = float(np.nanquantile(np.abs(table.to_numpy(float)), 0.98)) or 1.0
+    end = np.nanquantile(np.abs(table.to_numpy(float)), 0.98) or 1.0
     axis.grid(visible=False)
     wide = inches(axis) > 5
     sns.heatmap(
