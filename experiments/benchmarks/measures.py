@@ -324,7 +324,7 @@ def _picture(curves: dict[tuple[str, str, str], np.ndarray], out: Path) -> None:
                 if size < 10_000
                 else f"{size // 1000}k"
                 if size < 10**6
-                else f"{size // 10**6}M"
+                else f"{size / 1e6:.3g}M"
                 for size in shown
             ],
             fontsize=7,
