@@ -232,7 +232,7 @@ class VerlRecorder(Guard):
             else:
                 engine.optimizer_step = replaced
         if output is not None:
-            self.safely(lambda: self._made(step, output["metrics"]))
+            self.safely(lambda: self._made(step, dict(output["metrics"])))
         return output
 
     def _timed(self, work: Callable[[], object]) -> None:
