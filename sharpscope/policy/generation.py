@@ -76,15 +76,18 @@ def with_openings(examples: Sequence[Example], policy: Policy) -> list[Example]:
             if policy.chat and not example.templated
             else ""
         )
-        if opening and not example.prefill.lstrip().startswith(THINK):
-            example = replace(  # noqa: PLW2901
+        if not opening or example.prefill.lstrip().startswith(THINK):
+            opened.append(example)
+            continue
+        opened.append(
+            replace(
                 example,
                 prefill=opening + example.prefill,
                 messages=example.messages and _messages(example),
                 # it does not end with the new prefill
                 prompt=example.prompt.removesuffix(example.prefill),
             )
-        opened.append(example)
+        )
     return opened
 
 
