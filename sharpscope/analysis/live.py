@@ -21,7 +21,7 @@ from sharpscope.analysis.output import report_html
 from sharpscope.analysis.report import page_of
 from sharpscope.analysis.study import quiet
 from sharpscope.errors import UserError
-from sharpscope.traces import load_runs
+from sharpscope.traces import RUN_FILE, has_writer, load_runs
 
 LOOPBACK = "127.0.0.1"
 
@@ -41,16 +41,19 @@ class LivePage:
     _lock: Lock = field(default_factory=Lock)
 
     def current(self) -> str:
-        """The version of the files, whose page is `html` afterwards: a hash of their names, sizes and times.
+        """The version of the files, whose page is `html` afterwards: a hash of names, sizes and times, and of who writes.
 
-        Files that vanish, or that can no longer be read, leave the last page as it is.
+        Files that vanish, or that can no longer be read, leave the last page as it is. A run that does not exist yet is left out.
         """
         with self._lock, quiet(), suppress(OSError, UserError):
             files = sorted(file for path in self.paths for file in path.rglob("*") if _counts(file))
             facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-            version = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+            # a process that was killed changes no file
+            written = [has_writer(file.parent) for file in files if file.name == RUN_FILE]
+            version = hashlib.sha256(repr((facts, written)).encode()).hexdigest()[:16]
             if files and version != self.version:
-                page = page_of(load_runs(list(self.paths)), ", ".join(map(str, self.paths)))
+                runs = load_runs([path for path in self.paths if path.exists()])
+                page = page_of(runs, ", ".join(map(str, self.paths)))
                 self.html = report_html(page, {}, live=True)
                 self.version = version
         return self.version

@@ -48,10 +48,12 @@ _REPEATING = {"advantage", "ratio", "weight"}
 
 OF_TOKENS = ("tokens", "uses")
 """Tables of many rows, in which the rows of a step are written at once."""
+OF_STEPS = (*OF_TOKENS, "rollouts")
+"""Tables of which single steps are read, so that each step is a row group; of others a row group is all of a part."""
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
 PIECE_ROWS = 400_000
-"""Rows of a file that `part_pieces` reads at once; a row group, which holds a step, is never divided."""
+"""Rows of a file that `part_pieces` reads at once; a row group, which of tokens holds a step, is never divided."""
 
 
 class DamagedPartError(ValueError):
@@ -387,7 +389,8 @@ def rewind(run_dir: str | Path, step: int) -> dict[str, str]:
                 elif (steps > step).any():
                     rows = read_part(path, name)
                     kept = rows.filter(pc.less_equal(rows["step"], step))
-                    write_part(kept.cast(arrow_schema(name)), path)
+                    kept = kept.cast(arrow_schema(name))
+                    write_part(kept, path, groups=name in OF_STEPS)
             except DamagedPartError as error:
                 renamed = path.rename(path.with_name(f".damaged-{path.name}"))
                 damaged[renamed.relative_to(run_dir).as_posix()] = str(error)
@@ -441,9 +444,17 @@ class TraceWriter:
         return self.append_table(table, _to_arrow(table, columns))
 
     def append_table(self, table: str, rows: pa.Table) -> int:
-        """Buffer rows as returned by `Run.arrow`, with null and NaN unchanged, and return their number."""
+        """Buffer rows as returned by `Run.arrow`, with null and NaN unchanged, and return their number.
+
+        Raises:
+            SchemaError: not a trace table with all its columns, a forbidden null, or a value that no training writes.
+        """
         if rows.schema.names != TABLES[table].names:
             raise SchemaError(f"{table}: not a trace table with all its columns")
+        for column in TABLES[table].columns:
+            values = rows[column.name].cast(ARROW_TYPES[column.type])
+            if problem := _problem(values, column):
+                raise SchemaError(f"{table}.{column.name} {problem}")
         if rows.num_rows:
             self._buffers[table].append(rows.cast(arrow_schema(table)))
         return len(rows)
@@ -458,7 +469,8 @@ class TraceWriter:
         for name in sorted(TABLES, key="steps".__eq__):
             if self._buffers[name]:
                 path = self.folder / name / f"part-{self._next[name]:06d}.parquet"
-                write_part(pa.concat_tables(self._buffers[name]), path, groups=self._groups)
+                groups = self._groups and name in OF_STEPS
+                write_part(pa.concat_tables(self._buffers[name]), path, groups=groups)
                 written.append(path)
                 self._next[name] += 1
                 self._buffers[name].clear()
@@ -494,8 +506,6 @@ def _to_arrow(name: str, columns: Mapping[str, object]) -> pa.Table:
         else:
             value = value if field.name in lengths else np.full(rows, value)
             array = _array(label, field, value)
-        if problem := _problem(array, field):
-            raise SchemaError(f"{label} {problem}")
         arrays.append(array)
     return pa.Table.from_arrays(arrays, schema=arrow_schema(name))
 

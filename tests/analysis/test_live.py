@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from sharpscope.analysis.live import LivePage, server_of, wait_for_runs
-from sharpscope.traces import TraceWriter, rewind
+from sharpscope.traces import RunLock, TraceWriter, rewind, update_run_info
 from tests.analysis.conftest import write_report_run
 from tests.traces.synthetic import new_run, rows
 
@@ -98,6 +98,26 @@ def test_a_run_may_appear_grow_be_resumed_and_vanish_while_its_page_is_live(tmp_
     last = page.html
     shutil.rmtree(folder)
     assert page.current() == versions[-1] and page.html == last
+
+
+def test_a_run_that_does_not_exist_yet_leaves_the_page_of_another(tmp_path):
+    here = write_report_run(tmp_path / "here", steps=3, spike=False)
+    page = LivePage([here, tmp_path / "later"])
+    first = page.current()
+    assert first and '"x":[1,2,3]' in page.html
+    write_report_run(tmp_path / "later", steps=2, spike=False)
+    assert page.current() != first and "2 runs" in page.html
+
+
+def test_a_run_whose_process_was_killed_is_said_to_have_died(tmp_path):
+    folder = write_report_run(tmp_path / "a", steps=3, spike=False)
+    update_run_info(folder, status="running")
+    page = LivePage([folder])
+    with RunLock(folder):
+        first = page.current()
+        assert "running" in page.html and "died" not in page.html
+        assert page.current() == first
+    assert page.current() != first and "died" in page.html
 
 
 def test_the_page_takes_over_what_is_new(chromium, live):

@@ -244,6 +244,13 @@ def test_a_value_outside_its_columns_range_is_neither_written_nor_read(
     made = rows(table, 1, 4)
     with TraceWriter(run) as writer, pytest.raises(SchemaError, match=f"{column.name} has .*, "):
         writer.append(table, made | {column.name: np.array([max(0, column.low)] * 3 + [wrong])})
+    with TraceWriter(new_run(tmp_path / "sound")) as writer:
+        writer.append(table, made)
+    sound = load_run(tmp_path / "sound").arrow(table)
+    place, values = sound.schema.get_field_index(column.name), pa.array([bound] * 3 + [wrong])
+    copied = sound.set_column(place, sound.schema.field(place), values.cast(kind))
+    with TraceWriter(run) as writer, pytest.raises(SchemaError, match=f"{column.name} has .*, "):
+        writer.append_table(table, copied)
     part = part_with(run, table, **{column.name: pa.array([bound] * 3 + [wrong]).cast(kind)})
     loaded = load_run(run)
     with pytest.warns(UserWarning, match=f"its column {column.name} has"):

@@ -495,3 +495,35 @@ def test_half_characters_in_the_names_of_reward_parts_are_replaced(tmp_path):
     with TraceWriter(run) as writer:
         writer.append("rollouts", rows("rollouts", 1, 1) | {"reward_parts": [{"a\ud800": 2.0}]})
     assert json.loads(load_run(run).rollouts["reward_parts"][0]) == {"a\ufffd": 2.0}
+
+
+def test_only_tables_of_which_steps_are_read_have_a_row_group_for_each(tmp_path):
+    """A row group of one row takes as long to read as one of thousands."""
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for table in TABLES:
+            for step in (2, 1, 3):
+                writer.append(table, rows(table, step))
+    counts = {
+        table: pq.read_metadata(next((run / "traces" / table).iterdir())).num_row_groups
+        for table in TABLES
+    }
+    by_step = {"tokens", "uses", "rollouts"}
+    assert counts == {table: 3 if table in by_step else 1 for table in TABLES}
+    loaded = load_run(run)
+    for table in some(by_step):
+        assert loaded.frame(table, 1).step.unique().tolist() == [1]
+
+
+@pytest.mark.parametrize("linked", ["part", "table", "traces"])
+def test_a_link_out_of_the_run_is_refused_wherever_it_stands(tmp_path, linked):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        writer.append("eval", rows("eval", 1))
+    assert len(load_run(run).eval)
+    part = next((run / "traces" / "eval").iterdir())
+    moved = {"part": part, "table": part.parent, "traces": part.parent.parent}[linked]
+    moved.rename(tmp_path / "elsewhere")
+    moved.symlink_to(tmp_path / "elsewhere")
+    with pytest.warns(DamagedPartWarning, match="a link that leads out of"):
+        assert load_run(run).eval.empty
