@@ -118,6 +118,9 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
             "take a smaller model",
         )
         tokenizer = _tokenizer(source, options)
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of no files by transformers
+            more = "has no tokenizer; tokenizer.save_pretrained writes the model's there"
+            raise UserError(f"policy.model {spec.model!r}: {more}")
         # which sdpa does not support
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         experts = ("num_experts", "num_local_experts", "n_routed_experts")

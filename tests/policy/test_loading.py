@@ -213,6 +213,14 @@ def test_a_hub_model_that_cannot_be_reached_is_one_line(monkeypatch):
     assert refusal("someone/model") == f"policy.model 'someone/model': {says}"
 
 
+def test_a_folder_without_a_tokenizer_is_named_as_such(tmp_path):
+    """transformers makes an empty tokenizer for it, by which every prompt would be empty."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(embedded_policy("math") / name, tmp_path / name)
+    with pytest.raises(UserError, match=r"has no tokenizer; tokenizer\.save_pretrained"):
+        load_policy(spec(str(tmp_path)))
+
+
 def test_missing_weights_are_not_made_up(folder):
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"], weights["model.norm.weight"]
