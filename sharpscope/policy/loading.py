@@ -119,8 +119,9 @@ def _load(spec: PolicySpec, frozen: bool) -> tuple[nn.Module, PreTrainedTokenize
         )
         tokenizer = _tokenizer(source, options)
         if len(tokenizer) <= len(tokenizer.all_special_tokens):  # made of no files by transformers
-            more = "has no tokenizer; tokenizer.save_pretrained writes the model's there"
-            raise UserError(f"policy.model {spec.model!r}: {more}")
+            raise UserError(
+                f"policy.model {spec.model!r}: has no tokenizer; tokenizer.save_pretrained writes it"
+            )
         # which sdpa does not support
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         experts = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -183,7 +183,7 @@ def import_function(path: str, field: str) -> Callable[..., Any]:
         sys.path[:] = before
     function = getattr(module, attribute, None)
     if not callable(function):
-        hint = nearest(attribute, (own for own in vars(module) if not own.startswith("_")))
+        hint = nearest(attribute, vars(module))
         raise UserError(f"{field} = {path!r}: module {name!r} has no function {attribute!r}{hint}")
     return function
 
