@@ -34,6 +34,8 @@ def cause_sections(run: Run) -> list[Section]:
     if not sections and found.violated:
         lines = [found.count, *(open_text(result) for result in found.violated)]
         sections.append(Section("No cause is named", "\n".join(lines), part=PART))
+    if found.note:
+        sections.append(Section("Not checked", printable(found.note), part=PART))
     return sections
 
 
@@ -45,7 +47,8 @@ def identity_sections(runs: Runs) -> list[Section]:
     for name, run in islice(runs.by_name.items(), MOST_RUNS):
         found = checked(run)
         cause = found.causes[0].sentence if found.causes else "none is named"
-        rows.append({"run": name, "cause": cause, "identities": found.count})
+        told = ". ".join(filter(None, [found.count, printable(found.note)]))
+        rows.append({"run": name, "cause": cause, "identities": told})
     note = f"Of the first {MOST_RUNS} runs." if len(runs) > MOST_RUNS else ""
     return [Section("Causes", pd.DataFrame(rows), note, PART)] if rows else []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -26,15 +27,21 @@ SUPERVISED = ("sft", "dpo")
 
 @dataclass(frozen=True, kw_only=True)
 class Words:
-    """The special tokens of a run's tokenizer: ID -> text, and the IDs of its end and padding tokens."""
+    """The special tokens of a run's tokenizer: ID -> text, and the IDs of its end and padding tokens.
+
+    `unread`: why they are not known although the run saved a tokenizer.
+    """
 
     special: Mapping[int, str] = field(default_factory=dict)
     end: int | None = None
     pad: int | None = None
+    unread: str = ""
 
     @classmethod
     def read(cls, folder: Path) -> Words:
-        """From tokenizer.json and tokenizer_config.json; nothing where one is missing, or is not a tokenizer's."""
+        """From tokenizer.json and tokenizer_config.json; nothing without their folder."""
+        if not folder.is_dir():
+            return cls()
         try:
             added, config = (
                 read_json(folder / name, LARGEST_TOKENIZER, folder.parent)
@@ -43,8 +50,13 @@ class Words:
             tokens = [token for token in added.get("added_tokens", []) if token.get("special")]
             special = {int(token["id"]): str(token["content"]) for token in tokens}
             ends = [config.get(key) for key in ("eos_token", "pad_token")]
-        except (UnreadableError, OSError, AttributeError, LookupError, TypeError, ValueError):
-            return cls()
+        except (UnreadableError, OSError) as error:
+            why = (
+                f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+            )
+            return cls(unread=why.replace(f"{folder.parent}{os.sep}", ""))
+        except (AttributeError, LookupError, TypeError, ValueError):
+            return cls(unread=f"{folder.name} is not a tokenizer's")
         vocabulary = {content: index for index, content in special.items()}
         end, pad = (
             vocabulary.get(str(name.get("content") if isinstance(name, dict) else name))

@@ -15,12 +15,15 @@ class Verdict:
 
     results: list[Result]
     causes: list[Cause]  # the first to look at first
+    note: str = ""  # what could not be checked
 
     @classmethod
     def of(cls, recorded: Recorded) -> Verdict:
         """Check the identities of a training and name the causes."""
         results = check_recorded(recorded)
-        return cls(results=list(results.values()), causes=name_causes(results, recorded))
+        causes, unread = name_causes(results, recorded), recorded.words.unread
+        note = f"Special tokens are not known and not checked: {unread}" if unread else ""
+        return cls(results=list(results.values()), causes=causes, note=note)
 
     @property
     def violated(self) -> list[Result]:
@@ -35,7 +38,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The verdict as a page of text: causes first, then what is violated without a cause, then what holds."""
-        lines = [self.count]
+        lines = [self.count, *([self.note] if self.note else [])]
         for cause in self.causes:
             lines += ["", cause.sentence, *(f"  {line}" for line in cause.details)]
         shown = {cause.identity for cause in self.causes}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sharpscope.causes import Cause, causes_of_log, verdict
-from sharpscope.causes.verdict import open_text
+from sharpscope.causes.verdict import Verdict, open_text
 from sharpscope.traces import load_run
 
 if TYPE_CHECKING:
@@ -27,10 +27,15 @@ WEAK = "reference_differs"
 """Cause that is no fault where another reference is meant, and explains nothing that is critical."""
 
 
-def shown_causes(log: Log, findings: Sequence[Finding]) -> list[Cause]:
+def recorded_verdict(log: Log) -> Verdict | None:
+    """What the identities of a recorded run say; None of another log."""
+    return verdict(load_run(log.path)) if (log.path / "run.json").is_file() else None
+
+
+def shown_causes(log: Log, findings: Sequence[Finding], told: Verdict | None) -> list[Cause]:
     """The causes that a log with these findings shows, by its tokens where it is a recorded run."""
-    if (log.path / "run.json").is_file():
-        return verdict(load_run(log.path)).causes[:MOST]
+    if told is not None:
+        return told.causes[:MOST]
     if log.framework == "sharpscope" or log.training != "rewards":
         return []
     # a reward that is not finite is a cause; of other quantities the causes are made of finite values
@@ -45,12 +50,9 @@ def shown_causes(log: Log, findings: Sequence[Finding]) -> list[Cause]:
     return [cause for cause in found if cause.name not in left_out][:MOST]
 
 
-def checked_identities(log: Log) -> str:
+def checked_identities(told: Verdict | None) -> str:
     """How many identities of a recorded run hold, and which do not; empty where none could be checked."""
-    if not (log.path / "run.json").is_file():
-        return ""
-    told = verdict(load_run(log.path))
-    if not told.results:
+    if told is None or not told.results:
         return ""
     return ". ".join([told.count, *map(open_text, told.violated)])
 

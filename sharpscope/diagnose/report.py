@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from sharpscope.diagnose.causes import checked_identities, shown_causes
+from sharpscope.diagnose.causes import checked_identities, recorded_verdict, shown_causes
 from sharpscope.diagnose.changes import Change, changes
 from sharpscope.diagnose.findings import Finding, find, judged, order_of
 from sharpscope.diagnose.logs import Log, read_log, read_logs
@@ -282,14 +282,17 @@ def _judged(log: Log, look: bool = True) -> Diagnosis:
         )
     found = changes(log)
     findings = find(log, found)
-    causes = shown_causes(log, findings) if look else []
+    told = recorded_verdict(log) if look else None
+    causes = shown_causes(log, findings, told) if look else []
+    if told is not None and told.note:
+        log = replace(log, notes=(*log.notes, told.note))
     checked = ""
     if not findings and not causes and len(log.frame) < FEWEST:
-        checked = checked_identities(log) if look else ""
+        checked = checked_identities(told)
         if not checked:
-            told = " ".join((learned(log), *log.notes))
+            known = " ".join((learned(log), *log.notes))
             raise UserError(
-                f"{log.path}: {_steps(log)}; a judgement needs {FEWEST} or more. {told}"
+                f"{log.path}: {_steps(log)}; a judgement needs {FEWEST} or more. {known}"
             )
     shown = tuple(Cause(sentence=c.sentence, step=c.step, details=c.details) for c in causes)
     return Diagnosis(log, findings, order_of(findings, found), shown, checked)

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from sharpscope.causes import REGISTRY, check_recorded, name_causes
+from sharpscope.analysis import path_sections
+from sharpscope.causes import REGISTRY, check_recorded, name_causes, verdict
 from sharpscope.causes.identity import beyond_chance, spans
 from sharpscope.causes.named import _TEXTS, RULES
 from sharpscope.causes.recorded import Recorded
 from sharpscope.causes.temperature import drawn_temperature, log_partition
 from sharpscope.causes.verdict import Verdict
+from sharpscope.diagnose import diagnose
+from sharpscope.traces import load_run
 from tests.causes import planted
 from tests.causes.planted import END, GROUPS, LR, PARAMETERS, SIZE, STEPS
 from tests.loops import some
+
+EXAMPLE = Path(__file__).parents[2] / "data" / "example" / "sums"
 
 
 @pytest.fixture(scope="module")
@@ -721,3 +728,38 @@ def test_a_verdict_counts_and_lists_what_holds(healthy):
 def test_two_causes_that_fit_are_both_named(healthy):
     both = with_updates(flipped(healthy), update_norm=0.0)
     assert named(both) == ["advantage_sign", "not_in_optimizer"]
+
+
+# -- What could not be checked
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer.json", '{"added_tokens": ', "is not valid JSON"),
+        ("tokenizer.json", '{"added_tokens": [{"special": true}]}', "is not a tokenizer's"),
+        (
+            "tokenizer_config.json",
+            None,
+            "checked: tokenizer/tokenizer_config.json: No such file or directory",
+        ),
+    ],
+)
+def test_show_and_diagnose_say_once_that_special_tokens_are_not_known(
+    tmp_path, name, content, reason
+):
+    run = shutil.copytree(EXAMPLE, tmp_path / "run")
+    assert not verdict(load_run(run)).note
+    (run / "tokenizer" / name).unlink()
+    if content is not None:
+        (run / "tokenizer" / name).write_text(content)
+    shown = [str(section.content) for section in path_sections([run])]
+    told = diagnose(run).text()
+    for text in ("\n".join(shown), told):
+        assert text.count("Special tokens are not known and not checked") == 1
+        assert text.count(reason) == 1
+
+
+def test_a_run_without_a_tokenizer_has_nothing_to_say_of_it(tmp_path):
+    run = shutil.copytree(EXAMPLE, tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer"))
+    assert not verdict(load_run(run)).note
