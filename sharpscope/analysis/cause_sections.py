@@ -47,8 +47,7 @@ def identity_sections(runs: Runs) -> list[Section]:
     for name, run in islice(runs.by_name.items(), MOST_RUNS):
         found = checked(run)
         cause = found.causes[0].sentence if found.causes else "none is named"
-        told = ". ".join(filter(None, [found.count, printable(found.note)]))
-        rows.append({"run": name, "cause": cause, "identities": told})
+        rows.append({"run": name, "cause": cause, "identities": found.count})
     note = f"Of the first {MOST_RUNS} runs." if len(runs) > MOST_RUNS else ""
     return [Section("Causes", pd.DataFrame(rows), note, PART)] if rows else []
 

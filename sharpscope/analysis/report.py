@@ -505,7 +505,7 @@ def _estimate_key(row: Estimated) -> tuple[object, ...]:
 def _prompt_values(run: Run) -> dict[tuple[object, ...], dict[object, float]]:
     """Estimate → prompt → its first value."""
     found: dict[tuple[object, ...], dict[object, float]] = {}
-    rows = run.probe_prompts
+    rows = run.columns("probe_prompts", [*IDENTITY, "prompt", "value"])
     keys = rows[list(IDENTITY)].astype(object)
     keys = keys.where(keys.notna(), None)
     tuples = keys.itertuples(index=False, name=None)

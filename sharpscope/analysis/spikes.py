@@ -101,7 +101,8 @@ def gradient_scores(run: Run) -> pd.DataFrame:
     `grad_norm` is that of the step's largest update, so that a spike of one update is no mean over them; `times` is it over the typical.
     """
     steps = run.steps.sort_values("step")
-    largest = run.updates.groupby("step")["grad_norm"].max()
+    norms_of = run.columns("updates", ["step", "grad_norm"])
+    largest = norms_of.groupby("step")["grad_norm"].max()
     of_updates = steps["step"].map(largest).astype(float)
     norms = of_updates.fillna(steps["grad_norm"].astype(float))
     logs: list[float] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -50,13 +49,16 @@ class Words:
             tokens = [token for token in added.get("added_tokens", []) if token.get("special")]
             special = {int(token["id"]): str(token["content"]) for token in tokens}
             ends = [config.get(key) for key in ("eos_token", "pad_token")]
-        except (UnreadableError, OSError) as error:
-            why = (
-                f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            )
-            return cls(unread=why.replace(f"{folder.parent}{os.sep}", ""))
-        except (AttributeError, LookupError, TypeError, ValueError):
-            return cls(unread=f"{folder.name} is not a tokenizer's")
+        except (
+            UnreadableError,
+            OSError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            why = str(error).replace(str(folder), folder.name)
+            return cls(unread=f"{folder.name} cannot be read ({why})")
         vocabulary = {content: index for index, content in special.items()}
         end, pad = (
             vocabulary.get(str(name.get("content") if isinstance(name, dict) else name))

@@ -38,7 +38,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """The verdict as a page of text: causes first, then what is violated without a cause, then what holds."""
-        lines = [self.count, *([self.note] if self.note else [])]
+        lines = [self.count]
         for cause in self.causes:
             lines += ["", cause.sentence, *(f"  {line}" for line in cause.details)]
         shown = {cause.identity for cause in self.causes}

@@ -211,7 +211,8 @@ class _Footer:
 def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
     """The checked footer of a table's file."""
     try:
-        metadata = pq.read_metadata(path)
+        with pa.OSFile(path) as file:  # a path would be looked up among kinds of file systems
+            metadata = pq.read_metadata(file)
         stored = metadata.schema.to_arrow_schema()
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DamagedPartError(f"truncated, or not a Parquet file ({_one_line(error)})") from error
@@ -220,8 +221,7 @@ def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
         raise DamagedPartError(
             f"it has schema version {version}, this version reads {READABLE_VERSIONS}"
         )
-    texts = tuple(field.name for field in stored if _kind(field.type) == "string")
-    columns = frozenset(_check_schema(stored, table))
+    texts, columns = _check_schema(stored, table)
     unknown = set(stored.names) - columns - {RUN}
     if unknown and version == str(SCHEMA_VERSION):
         # A damaged name would read as a column that was not recorded.
@@ -251,8 +251,9 @@ def _row_groups(path: str, modified: int, size: int, table: str) -> list[_RowGro
     return groups
 
 
-def _check_schema(stored: pa.Schema, table: str) -> list[str]:
-    """The columns of the trace's schema in a file; DamagedPartError if one has another kind of type or stands twice."""
+@lru_cache(maxsize=256)  # the files of a version have one
+def _check_schema(stored: pa.Schema, table: str) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The texts and the columns of the trace's schema in a file; DamagedPartError if one has another kind of type or stands twice."""
     present = []
     for column in TABLES[table].columns:
         places = stored.get_all_field_indices(column.name)
@@ -269,7 +270,8 @@ def _check_schema(stored: pa.Schema, table: str) -> list[str]:
         places = stored.get_all_field_indices(name)
         if len(places) > 1 or _kind(stored.field(places[0]).type) != "string":
             raise DamagedPartError(f"its column {name} is not one column of names")
-    return present
+    texts = tuple(field.name for field in stored if _kind(field.type) == "string")
+    return texts, frozenset(present)
 
 
 def _kind(of: pa.DataType) -> str:
@@ -290,7 +292,10 @@ def _read_groups(
     _check_memory(8 * count * len(columns))
     codes = [name for name in columns if name in footer.texts]
     options = {"metadata": footer.metadata, "page_checksum_verification": True}
-    with pq.ParquetFile(path, read_dictionary=codes, **options) as file:
+    with (
+        pa.OSFile(str(path)) as opened,
+        pq.ParquetFile(opened, read_dictionary=codes, **options) as file,
+    ):
         table = file.read_row_groups(list(chosen), columns=list(columns), use_threads=False)
     _check_memory(sum(_text_bytes(table[name]) for name in codes))
     return table

@@ -49,6 +49,8 @@ LARGEST_TOKENIZER = 200_000_000
 TEXT, _OF_TEXT = "text", ("step", "rollout", "position", "token_id")
 _ARRAY = "array"
 _Part = TypeVar("_Part")
+FEW_ROWS = 100_000
+"""Rows of a table below which its pieces are joined."""
 VIEWS: dict[str, Callable[..., Any]] = {}
 """What makes the figures and pages of runs, by name; see `sharpscope.views`."""
 
@@ -243,6 +245,11 @@ class Run(_Tables):
             warnings.warn(f"run {self.path}: {what}", stacklevel=2)
             rows = rows[~again].reset_index(drop=True)
         return rows[list(names)]
+
+    def columns(self, table: str, names: Sequence[str]) -> pd.DataFrame:
+        """Some columns of a table: of its data frame if that was read already, else they alone are read and nothing is kept."""
+        known = self.__dict__.get(table)
+        return self.frame(table, columns=names) if known is None else known[list(names)]
 
     def arrow(
         self,
@@ -545,6 +552,10 @@ def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
 
 
 def _pandas(table: pa.Table) -> pd.DataFrame:
+    if (
+        table.num_rows < FEW_ROWS
+    ):  # texts would stay in as many pieces as there are parts and row groups
+        table = table.combine_chunks()
     return table.to_pandas(ignore_metadata=True, split_blocks=True)
 
 

@@ -36,7 +36,9 @@ def test_a_planted_spike_is_found_by_the_rule():
         pd.DataFrame({"step": range(1, 61), "grad_norm": norms}),
         pd.DataFrame({"step": [], "grad_norm": []}),
     )
-    scores = gradient_scores(SimpleNamespace(steps=steps, updates=updates))
+    tables = {"updates": updates}
+    run = SimpleNamespace(steps=steps, columns=lambda table, names: tables[table][names])
+    scores = gradient_scores(run)
     found = scores[scores["z"] >= 4]
     assert found["step"].tolist() == [41]
     logs = np.log(norms[:40])

@@ -737,11 +737,15 @@ def test_two_causes_that_fit_are_both_named(healthy):
     ("name", "content", "reason"),
     [
         ("tokenizer.json", '{"added_tokens": ', "is not valid JSON"),
-        ("tokenizer.json", '{"added_tokens": [{"special": true}]}', "is not a tokenizer's"),
+        (
+            "tokenizer.json",
+            '{"added_tokens": [{"special": true}]}',
+            "checked: tokenizer cannot be read ('id')",
+        ),
         (
             "tokenizer_config.json",
             None,
-            "checked: tokenizer/tokenizer_config.json: No such file or directory",
+            "No such file or directory: 'tokenizer/tokenizer_config.json'",
         ),
     ],
 )

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -513,6 +514,19 @@ def test_only_tables_of_which_steps_are_read_have_a_row_group_for_each(tmp_path)
     loaded = load_run(run)
     for table in some(by_step):
         assert loaded.frame(table, 1).step.unique().tolist() == [1]
+
+
+def test_columns_are_those_of_the_table_whether_it_was_read_or_not(tmp_path):
+    run = new_run(tmp_path / "a")
+    with TraceWriter(run) as writer:
+        for step in (1, 2):
+            writer.append("updates", rows("updates", step))
+    names = ["grad_norm", "step"]
+    loaded = load_run(run)
+    alone = loaded.columns("updates", names)
+    assert "updates" not in vars(loaded) and len(alone)
+    pd.testing.assert_frame_equal(loaded.updates[names], alone)
+    pd.testing.assert_frame_equal(loaded.columns("updates", names), alone)
 
 
 @pytest.mark.parametrize("linked", ["part", "table", "traces"])
