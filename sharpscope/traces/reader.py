@@ -552,11 +552,9 @@ def _columns(table: str, columns: Sequence[str] | None) -> list[str]:
 
 
 def _pandas(table: pa.Table) -> pd.DataFrame:
-    if (
-        table.num_rows < FEW_ROWS
-    ):  # texts would stay in as many pieces as there are parts and row groups
-        table = table.combine_chunks()
-    return table.to_pandas(ignore_metadata=True, split_blocks=True)
+    # else texts would stay in as many pieces as there are parts and row groups
+    few = table.combine_chunks() if table.num_rows < FEW_ROWS else table
+    return few.to_pandas(ignore_metadata=True, split_blocks=True)
 
 
 def _to_json(value: object) -> object:
