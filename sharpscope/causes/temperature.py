@@ -22,11 +22,28 @@ def log_partition(tokens: pd.DataFrame, power: float) -> np.ndarray:
     Of the distribution H and Σp² are known. A distribution of two levels has both: one token of probability p, and m others
     of (1 − p)/m each. Its ln Σ_j p_j^power is exact for power 1, its slope there, and for power 2.
     """
-    likeliest, others = _two_levels(
-        tokens["entropy"].to_numpy(float), tokens["collision"].to_numpy(float)
-    )
-    left = np.log1p(-likeliest)
-    return np.logaddexp(power * np.log(likeliest), (1 - power) * others + power * left)
+    return _Levels.of(tokens).log_partition(power)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Levels:
+    """Tokens' distributions as two levels: ln p of the one, ln of the sum and ln m of the others (N,)."""
+
+    likeliest: np.ndarray
+    left: np.ndarray
+    others: np.ndarray
+
+    @classmethod
+    def of(cls, tokens: pd.DataFrame) -> _Levels:
+        """The levels that fit entropy and Σp², found once for all powers."""
+        likeliest, others = _two_levels(
+            tokens["entropy"].to_numpy(float), tokens["collision"].to_numpy(float)
+        )
+        return cls(likeliest=np.log(likeliest), left=np.log1p(-likeliest), others=others)
+
+    def log_partition(self, power: float) -> np.ndarray:
+        """Ln Σ_j p_j^power (N,)."""
+        return np.logaddexp(power * self.likeliest, (1 - power) * self.others + power * self.left)
 
 
 def _two_levels(entropy: np.ndarray, collision: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -55,16 +72,20 @@ def drawn_temperature(tokens: pd.DataFrame) -> float:
 
     ln μ = ln π/T − ln Σ_j π_j^(1/T) for a sampler at T times the policy's temperature.
     """
-    return max(GRID, key=lambda heat: float(_gap_at(tokens, heat).sum()))
+    levels = _Levels.of(tokens)
+    logp = tokens["logp"].to_numpy(float)
+    return max(GRID, key=lambda heat: float(_gap_at(logp, levels, heat).sum()))
 
 
 def told_temperature(tokens: pd.DataFrame, gap: np.ndarray) -> Heat:
     """The temperature that explains `gap` = ln μ − ln π of these tokens best, by least squares."""
-    left = [float(np.square(gap - _gap_at(tokens, heat)).sum()) for heat in GRID]
+    levels = _Levels.of(tokens)
+    logp = tokens["logp"].to_numpy(float)
+    left = [float(np.square(gap - _gap_at(logp, levels, heat)).sum()) for heat in GRID]
     best = int(np.argmin(left))
     return Heat(temperature=GRID[best], explained=1 - left[best] / float(gap @ gap))
 
 
-def _gap_at(tokens: pd.DataFrame, heat: float) -> np.ndarray:
+def _gap_at(logp: np.ndarray, levels: _Levels, heat: float) -> np.ndarray:
     """Ln μ − ln π of the tokens for a sampler at `heat` times the policy's temperature."""
-    return (1 / heat - 1) * tokens["logp"].to_numpy(float) - log_partition(tokens, 1 / heat)
+    return (1 / heat - 1) * logp - levels.log_partition(1 / heat)

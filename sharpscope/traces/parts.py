@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -50,6 +51,8 @@ OF_TOKENS = ("tokens", "uses")
 """Tables of many rows, in which the rows of a step are written at once."""
 OF_STEPS = (*OF_TOKENS, "rollouts")
 """Tables of which single steps are read, so that each step is a row group; of others a row group is all of a part."""
+KEPT_FOOTERS = 16_000_000
+"""Size of the footers that are kept in memory, as their files have them [bytes]; in memory they take some times as much."""
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
 PIECE_ROWS = 400_000
@@ -207,9 +210,27 @@ class _Footer:
     texts: tuple[str, ...]  # columns of texts
 
 
-@lru_cache(maxsize=64)  # one takes up to half a megabyte
-def _footer(path: str, _modified: int, _size: int, table: str) -> _Footer:
-    """The checked footer of a table's file."""
+_kept_footers: OrderedDict[tuple[str, int, int, str], _Footer] = OrderedDict()
+
+
+def _footer(path: str, modified: int, size: int, table: str) -> _Footer:
+    """The checked footer of a table's file; those that were used last are kept, up to `KEPT_FOOTERS` bytes.
+
+    A run of a thousand parts is passed over dozens of times, and a footer may take half a megabyte: so bytes are
+    counted, not footers.
+    """
+    key = path, modified, size, table
+    found = _kept_footers.pop(key, None) or _read_footer(path, table)
+    _kept_footers[key] = found
+    held = sum(one.metadata.serialized_size for one in _kept_footers.values())
+    while held > KEPT_FOOTERS and len(_kept_footers) > 1:
+        _, oldest = _kept_footers.popitem(last=False)
+        held -= oldest.metadata.serialized_size
+    return found
+
+
+def _read_footer(path: str, table: str) -> _Footer:
+    """Read and check the footer of a table's file."""
     try:
         with pa.OSFile(path) as file:  # a path would be looked up among kinds of file systems
             metadata = pq.read_metadata(file)
