@@ -14,11 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "sharpscope"
 LIMITS = {
-    "nodes": 411_000,
-    "nodes a line": 7.4,
-    "nodes a line of one module": 10.5,
+    "nodes": 412_000,
+    "nodes a line": 7.2,
+    "nodes a line of one module": 9.9,
     "circles": 0,
-    "Any": 160,
+    "Any": 167,
 }
 """Largest values that are allowed."""
 
