@@ -70,11 +70,23 @@ class Heat:
 def drawn_temperature(tokens: pd.DataFrame) -> float:
     """The temperature, as a multiple of the policy's, at which these tokens are likeliest.
 
-    ln μ = ln π/T − ln Σ_j π_j^(1/T) for a sampler at T times the policy's temperature.
+    ln μ = ln π/T − ln Σ_j π_j^(1/T) for a sampler at T times the policy's temperature. Its sum over tokens is concave in
+    1/T, so that the best temperature of the grid is found by comparing neighbors in its middle.
     """
     levels = _Levels.of(tokens)
     logp = tokens["logp"].to_numpy(float)
-    return max(GRID, key=lambda heat: float(_gap_at(logp, levels, heat).sum()))
+
+    def likelihood(heat: float) -> float:
+        return float(_gap_at(logp, levels, heat).sum())
+
+    low, high = 0, len(GRID) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if likelihood(GRID[middle]) >= likelihood(GRID[middle + 1]):
+            high = middle
+        else:
+            low = middle + 1
+    return GRID[low]
 
 
 def told_temperature(tokens: pd.DataFrame, gap: np.ndarray) -> Heat:

@@ -51,7 +51,7 @@ OF_TOKENS = ("tokens", "uses")
 """Tables of many rows, in which the rows of a step are written at once."""
 OF_STEPS = (*OF_TOKENS, "rollouts")
 """Tables of which single steps are read, so that each step is a row group; of others a row group is all of a part."""
-KEPT_FOOTERS = 16_000_000
+KEPT_FOOTERS = 64_000_000
 """Size of the footers that are kept in memory, as their files have them [bytes]; in memory they take some times as much."""
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
@@ -210,23 +210,32 @@ class _Footer:
     texts: tuple[str, ...]  # columns of texts
 
 
-_kept_footers: OrderedDict[tuple[str, int, int, str], _Footer] = OrderedDict()
-
-
-def _footer(path: str, modified: int, size: int, table: str) -> _Footer:
-    """The checked footer of a table's file; those that were used last are kept, up to `KEPT_FOOTERS` bytes.
+class _Footers:
+    """The footers that were read last, up to `KEPT_FOOTERS` bytes.
 
     A run of a thousand parts is passed over dozens of times, and a footer may take half a megabyte: so bytes are
     counted, not footers.
     """
-    key = path, modified, size, table
-    found = _kept_footers.pop(key, None) or _read_footer(path, table)
-    _kept_footers[key] = found
-    held = sum(one.metadata.serialized_size for one in _kept_footers.values())
-    while held > KEPT_FOOTERS and len(_kept_footers) > 1:
-        _, oldest = _kept_footers.popitem(last=False)
-        held -= oldest.metadata.serialized_size
-    return found
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[tuple[str, int, int, str], _Footer] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, path: str, modified: int, size: int, table: str) -> _Footer:
+        """The checked footer of a table's file."""
+        key = path, modified, size, table
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        found = self._kept[key] = _read_footer(path, table)
+        self._bytes += found.metadata.serialized_size
+        while self._bytes > KEPT_FOOTERS and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            self._bytes -= oldest.metadata.serialized_size
+        return found
+
+
+_footer = _Footers().get
 
 
 def _read_footer(path: str, table: str) -> _Footer:

@@ -17,7 +17,7 @@ from sharpscope.causes import REGISTRY, check_recorded, name_causes, verdict
 from sharpscope.causes.identity import beyond_chance, spans
 from sharpscope.causes.named import _TEXTS, RULES
 from sharpscope.causes.recorded import Recorded
-from sharpscope.causes.temperature import drawn_temperature, log_partition
+from sharpscope.causes.temperature import GRID, drawn_temperature, log_partition
 from sharpscope.causes.verdict import Verdict
 from sharpscope.diagnose import diagnose
 from sharpscope.traces import load_run
@@ -135,6 +135,16 @@ def test_the_temperature_is_found_from_the_sampler(heat):
 def test_the_temperature_is_found_from_drawn_tokens(heat):
     drawn = pd.concat([planted.healthy(seed, sharp=1 / heat).drawn for seed in range(2)])
     assert drawn_temperature(drawn) == pytest.approx(heat, rel=0.15)
+
+
+@pytest.mark.parametrize("heat", [0.3, 0.6, 1.0, 1.5])
+def test_the_temperature_is_the_likeliest_of_the_whole_grid(heat):
+    drawn = planted.healthy(7, sharp=1 / heat).drawn
+
+    def likelihood(tried):
+        return ((1 / tried - 1) * drawn["logp"] - log_partition(drawn, 1 / tried)).sum()
+
+    assert drawn_temperature(drawn) == max(GRID, key=likelihood)
 
 
 @pytest.mark.parametrize("power", [0.5, 1.5, 2.5])
