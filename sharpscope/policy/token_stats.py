@@ -294,10 +294,12 @@ def logit_stats(z: Tensor, targets: Tensor, temperature: float, out: dict[str, T
         torch.gather(p, 1, y, out=py[block, None])
         p.scatter_(1, y, 0.0)
         torch.sum(p, 1, out=rest[block])  # Σ_{j≠y} p_j = 1 − p_y
-        torch.linalg.vecdot(p, p, out=rest_sq[block])  # Σ_{j≠y} p_j²
         zb.mul_(p)
         torch.sum(zb, 1, out=rest_pz[block])  # Σ_{j≠y} p_j z'_j
-        torch.linalg.vecdot(zb, p, out=rest_ppz[block])  # Σ_{j≠y} p_j² z'_j
+        zb.mul_(p)
+        torch.sum(zb, 1, out=rest_ppz[block])  # Σ_{j≠y} p_j² z'_j
+        p.mul_(p)
+        torch.sum(p, 1, out=rest_sq[block])  # Σ_{j≠y} p_j²
     zy = out["logit"] / temperature - top
     log_p_max = torch.where(py > 0.5, torch.log1p(-rest), torch.log(p_max))  # −logsumexp(z')
     logp = out["logp"].copy_(zy + log_p_max)
@@ -309,8 +311,13 @@ def logit_stats(z: Tensor, targets: Tensor, temperature: float, out: dict[str, T
 
 
 def cache_budget() -> dict[str, int]:
-    """`CACHE_BYTES` times the number of threads."""
-    return CACHE_BYTES | {"cpu": CACHE_BYTES["cpu"] * torch.get_num_threads()}
+    """`CACHE_BYTES` times the number of threads; of one thread half, so that logits and probabilities both fit.
+
+    Of several threads not: where a block has fewer rows than threads, its sums are made in another order.
+    """
+    threads = torch.get_num_threads()
+    size = CACHE_BYTES["cpu"]
+    return CACHE_BYTES | {"cpu": size * threads if threads > 1 else size // 2}
 
 
 def chunks(

@@ -8,6 +8,7 @@ measure looks ahead, so that a run is judged after each step as its log is after
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -111,11 +112,12 @@ def relative(name: str, window: int = WINDOW) -> Measure:
         quantity began at 0.
     """
 
-    def _of(x: Values) -> Values:
+    def _of(x: Values, last: bool = False) -> Values:
         start = float(np.median(x[:EARLY])) if len(x) > EARLY else 0.0
         if start <= np.finfo(np.float32).tiny:
             return np.full(len(x), np.nan)
-        ratio = trailing(x, window, how=np.nanmedian) / start
+        how = np.median if last else np.nanmedian  # which takes ten times as long
+        ratio = trailing(x, window, how=how, last=last) / start
         ratio[:EARLY] = np.nan
         return ratio
 
@@ -128,10 +130,11 @@ def relative(name: str, window: int = WINDOW) -> Measure:
         return np.where(small, 1.0, ratio)
 
     def _measure(history: History) -> Values:
-        many = _on_known(history, (name,), _of, EARLY, window)
+        of = partial(_of, last=isinstance(history, OfLastStep))
+        many = _on_known(history, (name,), of, EARLY, window)
         if not few_groups(history)[-1:].any():
             return many
-        return _by_groups(history, many, _on_known(history, (name,), _significant))
+        return _by_groups(history, lambda: many, lambda: _on_known(history, (name,), _significant))
 
     return _measure
 
@@ -148,37 +151,36 @@ def spike(name: str) -> Measure:
         A measure without unit: 10 for a step of ten times the median. NaN in the first 10 steps.
     """
 
-    def _of(x: Values) -> Values:
+    def _of(x: Values, last: bool = False) -> Values:
         ratio, logs = np.full(len(x), np.nan), np.log(x)
         if len(logs) > SPIKE_LEAST:
+            judged, how = slice(SPIKE_LEAST, None), np.nanmedian
             windows = _windows(logs[:-1], SPIKE_WINDOW)[SPIKE_LEAST - 1 :]
-            median = np.nanmedian(windows, axis=1)
-            scale = 1.4826 * np.nanmedian(np.abs(windows - median[:, None]), axis=1)
-            rise = logs[SPIKE_LEAST:] - median
-            ratio[SPIKE_LEAST:] = np.where(rise > 4 * scale, np.exp(rise), 0.0)
+            if last:
+                judged, how = slice(-1, None), np.median
+                windows = logs[None, :-1][:, -SPIKE_WINDOW:]
+            median = how(windows, axis=1)
+            scale = 1.4826 * how(np.abs(windows - median[:, None]), axis=1)
+            rise = logs[judged] - median
+            ratio[judged] = np.where(rise > 4 * scale, np.exp(rise), 0.0)
         return ratio
+
+    def _alike(history: History, steps: Flags) -> Values:
+        """Of some steps, compared with each other."""
+        last = isinstance(history, OfLastStep)
+        part = {name: np.where(steps & (history[name] > 0), history[name], np.nan)}
+        return _on_known(
+            OfLastStep(part) if last else part,
+            (name,),
+            partial(_of, last=last),
+            depends_on=SPIKE_WINDOW + 1,
+        )
 
     def _measure(history: History) -> Values:
         if name not in history:
             return _nothing(history)
         idle = _without_advantage(history)
-        kind = OfLastStep if isinstance(history, OfLastStep) else dict
-        alike = (
-            kind({name: np.where(steps & (history[name] > 0), history[name], np.nan)})
-            for steps in (idle, ~idle)
-        )
-        return np.where(
-            idle,
-            *(
-                _on_known(
-                    part,
-                    (name,),
-                    _of,
-                    depends_on=SPIKE_WINDOW + 1,
-                )
-                for part in alike
-            ),
-        )
+        return _choose(history, idle, lambda: _alike(history, idle), lambda: _alike(history, ~idle))
 
     return _measure
 
@@ -198,11 +200,7 @@ def reward_fall(history: History) -> Values:
     """
     last = isinstance(history, OfLastStep)
     many, few = (
-        _on_known(
-            history,
-            ("reward",),
-            lambda y, now=now, best=best: _fall(y, now, best, last),
-        )
+        partial(_on_known, history, ("reward",), partial(_fall, recent=now, window=best, last=last))
         for now, best in ((5, WINDOW), (20, SPIKE_WINDOW))
     )
     return _by_groups(history, many, few)
@@ -339,8 +337,10 @@ def dead_share(history: History) -> Values:
     Returns:
         (n,), in [0, 1].
     """
-    many = _on_known(history, ("dead_groups",), lambda x: trailing(x, WINDOW))
-    single = _on_known(history, ("dead_groups",), lambda x: trailing(x, SPIKE_WINDOW, 20))
+    many, single = (
+        partial(_on_known, history, ("dead_groups",), partial(trailing, window=window, least=least))
+        for window, least in ((WINDOW, 1), (SPIKE_WINDOW, 20))
+    )
     share = _by_groups(history, many, single)
     return np.where((share > 0) & solved(history), 0.0, share)
 
@@ -407,7 +407,7 @@ CHANCE = 0.05
 def _by_chance(history: History, name: str, events: Callable[[Values], Flags]) -> Flags:
     """Whether the `events` in a row up to each step, of the known values of a quantity, are likely by chance."""
     many, few = (
-        _on_known(history, (name,), lambda x, prior=prior: _chance(events(x), *prior))
+        partial(_on_known, history, (name,), lambda x, prior=prior: _chance(events(x), *prior))
         for prior in ((0.5, 2.0), (9.5, 10.0))
     )
     likely: Flags = _by_groups(history, many, few) >= CHANCE
@@ -463,9 +463,18 @@ def few_groups(history: History) -> Flags:
     return np.zeros(len(_nothing(history)), dtype=bool)
 
 
-def _by_groups(history: History, many: Values, few: Values) -> Values:
+def _by_groups(history: History, many: Callable[[], Values], few: Callable[[], Values]) -> Values:
     """`few` at steps with few groups, else `many`."""
-    found: Values = np.where(few_groups(history), few, many)
+    return _choose(history, few_groups(history), few, many)
+
+
+def _choose(
+    history: History, where: Flags, first: Callable[[], Values], second: Callable[[], Values]
+) -> Values:
+    """`first` at the steps `where` (n,), else `second`; of the last step alone only the one that it needs."""
+    if isinstance(history, OfLastStep) and len(where):
+        return first() if where[-1] else second()
+    found: Values = np.where(where, first(), second())
     return found
 
 
@@ -495,7 +504,7 @@ def solved(history: History) -> Flags:
         return reached.astype(float)
 
     many, few = (
-        _on_known(history, ("reward",), lambda y, w=window, n=least: _of(y, w, n))
+        partial(_on_known, history, ("reward",), partial(_of, window=window, least=least))
         for window, least in ((WINDOW, 3), (SPIKE_WINDOW, 20))
     )
     near_top = _by_groups(history, many, few) > 0
@@ -846,7 +855,11 @@ def finite(history: History, name: str) -> Values:
 
 
 def trailing(
-    x: Values, window: int, least: int = 1, how: Callable[..., Values] = np.nanmean
+    x: Values,
+    window: int,
+    least: int = 1,
+    how: Callable[..., Values] = np.nanmean,
+    last: bool = False,
 ) -> Values:
     """A statistic of the last `window` values up to each (n,); NaN for the first `least` − 1.
 
@@ -855,10 +868,13 @@ def trailing(
         window: how many of them count.
         least: fewest that are needed.
         how: a statistic of the windows (n, window) along an axis, which leaves out NaN.
+        last: whether only the last value counts; the others are then NaN, and no window has others than `x`.
     """
     if not len(x):
         return x.copy()
-    out = how(_windows(x, window), axis=1)
+    windows = x[None, -window:] if last else _windows(x, window)
+    out = np.full(len(x), np.nan)
+    out[-len(windows) :] = how(windows, axis=1)
     out[: least - 1] = np.nan
     return out
 
