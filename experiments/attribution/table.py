@@ -35,9 +35,10 @@ INTRODUCTION = """# Which score of tokens predicts what an update does without t
 
 `python -m experiments.attribution` (see [the definition](../../docs/explanations/effects.md)). Plain GRPO on the embedded policies; of each
 measured update, sets of tokens are left out, the update is made again, and the change of each outcome is compared with −Σ score over the
-set: rank correlation (Spearman) within the update, mean over the updates ± half of a 95 % interval over them, as if they were independent (those of one seed are steps of
-one run). AdamW's first step is left out. Sets: random tenths of the tokens, single prompts, random tenths of the completions, single tokens; fewer of them, and fewer prompts,
-in Knights and Knaves, in two updates a step and in whatever was measured with `--sizes quick` or `small`. SmolLM2 was not measured here.
+set: rank correlation (Spearman) within the update, mean over the updates ± half of a 95 % interval over them, as if they were independent
+(those of one seed are steps of one run). AdamW's first step is left out. Sets: random tenths of the tokens, single prompts, random tenths
+of the completions, single tokens; fewer of them, and fewer prompts, in Knights and Knaves, in two updates a step and in whatever was
+measured with `--sizes quick` or `small`. SmolLM2 was not measured here.
 """
 INDEPENDENT = """
 On completions that neither the score nor the update has seen (of the same prompts), with the agreement of two such measurements:

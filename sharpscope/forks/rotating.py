@@ -221,6 +221,9 @@ def rotate(
         if batch.zero_variance_share < 1:
             of_batch = _measured(start, batch, chosen, by_name, tell, left)
             frames.append(_frame(of_batch, chosen, number))
+        else:
+            for _ in chosen:  # counts as done
+                next(left)
     each = pd.concat(frames, ignore_index=True)
     table = _summary(each, chosen, {name: row.get("halves", ()) for name, row in rows.items()})
     table = table.assign(verdict=_verdicts(table, start.methods))

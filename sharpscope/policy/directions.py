@@ -103,7 +103,7 @@ def dot(first: Tensor, second: Tensor) -> float:
     """⟨a, b⟩ of two tensors, accumulated in float64; on a CPU in blocks, as in `length`."""
     size = BLOCK if first.device.type == "cpu" else max(1, first.numel())
     blocks = zip(first.reshape(-1).split(size), second.reshape(-1).split(size), strict=True)
-    return math.fsum(float(a.double() @ b.double()) for a, b in blocks)
+    return sum((float(a.double() @ b.double()) for a, b in blocks), 0.0)
 
 
 def length(vector: Tensor) -> float:

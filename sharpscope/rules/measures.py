@@ -551,7 +551,8 @@ def drift(history: History) -> Values:
     start = np.maximum.accumulate(np.where(still, 0, np.arange(len(known)) + 1))
     if len(known) > 1:  # a step's gradient is known after its entropy
         change = np.abs(entropy[1:] - entropy[np.where(still, start, 0)[:-1]])
-        likely = _by_chance(history, "grad_norm", lambda x: x == 0)[known[:-1]]
+        # not only of the last step: the one before it is asked for
+        likely = _by_chance(dict(history), "grad_norm", lambda x: x == 0)[known[:-1]]
         out[known[1:]] = np.where(still[:-1], np.where(likely, 0.0, change), np.nan)
     return out
 

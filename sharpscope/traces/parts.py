@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -51,7 +52,7 @@ OF_TOKENS = ("tokens", "uses")
 """Tables of many rows, in which the rows of a step are written at once."""
 OF_STEPS = (*OF_TOKENS, "rollouts")
 """Tables of which single steps are read, so that each step is a row group; of others a row group is all of a part."""
-KEPT_FOOTERS = 64_000_000
+KEPT_FOOTERS = 48_000_000
 """Size of the footers that are kept in memory, as their files have them [bytes]; in memory they take some times as much."""
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
@@ -220,19 +221,21 @@ class _Footers:
     def __init__(self) -> None:
         self._kept: OrderedDict[tuple[str, int, int, str], _Footer] = OrderedDict()
         self._bytes = 0
+        self._lock = Lock()
 
     def get(self, path: str, modified: int, size: int, table: str) -> _Footer:
         """The checked footer of a table's file."""
-        key = path, modified, size, table
-        if key in self._kept:
-            self._kept.move_to_end(key)
-            return self._kept[key]
-        found = self._kept[key] = _read_footer(path, table)
-        self._bytes += found.metadata.serialized_size
-        while self._bytes > KEPT_FOOTERS and len(self._kept) > 1:
-            _, oldest = self._kept.popitem(last=False)
-            self._bytes -= oldest.metadata.serialized_size
-        return found
+        with self._lock:
+            key = path, modified, size, table
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+            found = self._kept[key] = _read_footer(path, table)
+            self._bytes += found.metadata.serialized_size
+            while self._bytes > KEPT_FOOTERS and len(self._kept) > 1:
+                _, oldest = self._kept.popitem(last=False)
+                self._bytes -= oldest.metadata.serialized_size
+            return found
 
 
 _footer = _Footers().get

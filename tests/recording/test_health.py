@@ -22,7 +22,7 @@ from sharpscope.errors import UserError
 from sharpscope.memory import container_memory
 from sharpscope.policy import load_policy
 from sharpscope.rules.judging import judge, robust_z, sampler_values
-from sharpscope.rules.measures import EARLY, OfLastStep
+from sharpscope.rules.measures import EARLY, OfLastStep, drift
 from sharpscope.rules.table import RULES
 from sharpscope.training import loop, train
 from sharpscope.training import updates as updates_module
@@ -297,6 +297,18 @@ def test_a_rule_known_after_the_updates_cannot_skip_them():
 
     with pytest.raises(UserError, match="policy_destroyed"):
         build_config(values={"health.policy_destroyed.action": "skip_step"})
+
+
+def test_the_last_step_is_judged_by_the_groups_of_the_step_before():
+    """What a step's gradient is likely to be by chance depends on its own groups, not on those of the step after."""
+    steps = 14
+    history = {
+        "grad_norm": np.array([1.0] * 6 + [0.0] * 8),
+        "entropy": np.linspace(1, 2, steps),
+        "groups": np.array([1.0] * (steps - 1) + [8.0]),
+    }
+    assert drift(history)[-1] == 0
+    assert drift(OfLastStep(history))[-1] == 0
 
 
 @st.composite
