@@ -276,7 +276,7 @@ class LoopRecorder(Recorder):
         atexit.unregister(self._at_exit)
         status, reason = ended_by(error) if error else ("finished", "the loop has ended")
         self.end(partial(self.stop, status, reason))
-        self.unhook()
+        self.release()
 
     def __enter__(self) -> LoopRecorder:
         return self

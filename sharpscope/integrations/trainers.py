@@ -124,7 +124,7 @@ class TrainerRecorder(Recorder):
     def detach(self) -> None:
         """Restore the trainer and keep what was recorded. During training, the run ends as interrupted."""
         self.stop("interrupted", "the recorder was detached")
-        self.unhook()
+        self.release()
 
     def unhook(self) -> None:
         """Restore the trainer."""

@@ -252,12 +252,19 @@ class Recorder(Guard):
         for hook in self._hooks:
             hook.remove()
 
+    def release(self) -> None:
+        """Remove the hooks at the end; an error of that does not reach the training, in which they do nothing any more."""
+        try:
+            self.unhook()
+        except Exception as error:
+            say(f"hooks of the recorder were not removed ({reason_of(error)})")
+
     def give_up(self, error: Exception) -> None:
         """End the recording because of an error of its own, with a warning; the training goes on."""
         with suppress(Exception):
             self.stop("interrupted", f"the recorder stopped: {reason_of(error)}", error)
         self.recording = False
-        self.unhook()
+        self.release()
         warn_stopped(self.step_number, error)
 
     # -- beginning and end ----------------------------------------------------------------------------------------------

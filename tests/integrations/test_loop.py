@@ -25,6 +25,7 @@ from sharpscope.errors import UserError
 from sharpscope.integrations.importers import Options, import_files
 from sharpscope.recording import measurements
 from sharpscope.recording import schedule as price
+from sharpscope.recording.core import Recorder
 from sharpscope.recording.schedule import StepCost, measurement_plan
 from tests.integrations.trainers import plain_trainer, small_model, tokenizer
 
@@ -767,3 +768,18 @@ def test_tinkers_writer_makes_a_table(tmp_path: Path):
     np.testing.assert_allclose(
         tokens["loss_coef"], -2 * np.exp(tokens["logp"] - tokens["behavior_logp"]), rtol=1e-6
     )
+
+
+def test_hooks_that_cannot_be_removed_do_not_end_the_training(tmp_path, monkeypatch):
+    """The first removal is of what an earlier recorder left, the second at the end of the loop."""
+    plain, original, calls = loop(small_model()), Recorder.unhook, []
+
+    def broken(recorder: Recorder) -> None:
+        calls.append(recorder)
+        if len(calls) > 1:
+            raise OSError("a fault")
+        original(recorder)
+
+    monkeypatch.setattr(Recorder, "unhook", broken)
+    recorded = loop(small_model(), tmp_path / "run")
+    assert len(calls) > 1 and equal(plain, recorded)
