@@ -11,7 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -173,8 +173,14 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
-def child(arguments: Sequence[str], folder: str) -> tuple[float, float, str]:
-    """Wall and processor seconds and output of a Python process, as a new user would start it."""
+def child(
+    arguments: Sequence[str], folder: str, allowed: Collection[int] = (0,)
+) -> tuple[float, float, str]:
+    """Wall and processor seconds and output of a Python process, as a new user would start it.
+
+    Raises:
+        RuntimeError: it ended with a status that is not `allowed`.
+    """
     unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "PYTHONDONTWRITEBYTECODE")
     environment = {name: value for name, value in os.environ.items() if name not in unset} | {
         "PYTHONPATH": str(ROOT)
@@ -186,12 +192,7 @@ def child(arguments: Sequence[str], folder: str) -> tuple[float, float, str]:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # 1: diagnose has found something; 2: a mistake was refused
-    if done.returncode not in (
-        0,
-        1,
-        2,
-    ):
+    if done.returncode not in allowed:
         raise RuntimeError(f"{' '.join(arguments[:3])}: {done.stderr[-300:]}")
     return time.perf_counter() - began, cpu, done.stdout
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
@@ -290,16 +291,20 @@ def _works(base: str, axis: str, size: int, folder: str) -> dict[str, Callable[[
 
 
 def _analyze(folder: str) -> None:
-    """`analyze` of the runs in a folder, in this process, to a new page."""
+    """`analyze` of the runs in a folder, in this process, to a new page.
+
+    They are linked under a new path each time: what was read of a file is kept by its path.
+    """
     from sharpscope.cli import main
 
-    with (
-        tempfile.TemporaryDirectory() as page,
-        suppress(SystemExit),
-        redirect_stdout(io.StringIO()),
-    ):
-        main(["analyze", f"{folder}/runs", "--out", f"{page}/page"])
-        raise RuntimeError("analyze did not end")
+    with tempfile.TemporaryDirectory() as place, redirect_stdout(io.StringIO()):
+        shutil.copytree(f"{folder}/runs", f"{place}/runs", copy_function=os.link)
+        try:
+            main(["analyze", f"{place}/runs", "--out", f"{place}/page"])
+        except SystemExit as end:
+            if not end.code:
+                return
+        raise RuntimeError("analyze did not end, or not well")
 
 
 def _picture(curves: dict[tuple[str, str, str], np.ndarray], out: Path) -> None:

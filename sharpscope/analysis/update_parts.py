@@ -173,9 +173,9 @@ def split_advantages(run: Run, step: int) -> SplitAdvantages:
     largest = of_group(sums.abs(), "max")
     silent = largest["total"] <= EQUAL * largest["size"]
     # κ: least squares of the group's advantages on its totals
-    products = pd.DataFrame({"with": total * sums["advantage"], "itself": total**2})
+    products = pd.DataFrame({"product": total * sums["advantage"], "square": total**2})
     of_products = of_group(products, "sum")
-    scale = of_products["with"] / of_products["itself"].mask(silent)
+    scale = of_products["product"] / of_products["square"].mask(silent)
     # components that cancel have parts of any size and a sum of 0: no κ tells them
     cancelled = (total.abs() <= CANCELLED * size) & (size > 0)
     parts = pulls.mul(scale.fillna(0.0), axis=0).mask(cancelled, 0.0)

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from glob import escape
 from pathlib import Path
 
 import numpy as np
@@ -47,8 +48,8 @@ def sources(path: Path) -> list[Source]:
         UserError: nothing there can be read.
     """
     if not path.exists():
-        # a trainer writes it into each of its checkpoints
-        below = any(path.parent.glob(f"*/{path.name}"))
+        # transformers writes trainer_state.json into the folder of each checkpoint
+        below = any(path.parent.glob(f"*/{escape(path.name)}"))
         near = f"; give {path.parent}, which has it below" if below else f"; give {READS}"
         raise UserError(f"{path}: does not exist{near}")
     if path.is_dir() and (path / "run.json").is_file():

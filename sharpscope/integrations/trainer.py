@@ -40,7 +40,7 @@ class ShardingPlugin(Protocol):
 
 
 class AcceleratorState(Protocol):
-    """Of the launch."""
+    """What Accelerate knows of a launch."""
 
     fsdp_plugin: ShardingPlugin
 

@@ -124,11 +124,10 @@ class TrainerRecorder(Recorder):
     def detach(self) -> None:
         """Restore the trainer and keep what was recorded. During training, the run ends as interrupted."""
         self.stop("interrupted", "the recorder was detached")
-        self.release()
+        self.unhook()
 
     def unhook(self) -> None:
         """Restore the trainer."""
-        super().unhook()
         trainer = self.trainer
         if getattr(trainer, "_sharpscope", None) is self:
             for name in self.wrapped:
@@ -136,6 +135,7 @@ class TrainerRecorder(Recorder):
             vars(trainer).update(self._instance)
             trainer.remove_callback(self.callback)
             del trainer._sharpscope
+        super().unhook()
 
     def _train(self, *args: object, **kwargs: object) -> object:
         try:

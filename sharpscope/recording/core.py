@@ -13,7 +13,7 @@ import os
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -249,11 +249,12 @@ class Recorder(Guard):
 
     def unhook(self) -> None:
         """Remove what the recorder has put into the trainer: hooks on the optimizer."""
-        for hook in self._hooks:
-            hook.remove()
+        with ExitStack() as each:  # the others too where one cannot be removed
+            for hook in self._hooks:
+                each.callback(hook.remove)
 
     def release(self) -> None:
-        """Remove the hooks at the end; an error of that does not reach the training, in which they do nothing any more."""
+        """Remove the hooks at the end; where that fails, say so and let the training go on."""
         try:
             self.unhook()
         except Exception as error:

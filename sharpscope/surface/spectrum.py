@@ -191,7 +191,7 @@ def _along(
 
 
 class _Limits(TypedDict):
-    """When Lanczos ends."""
+    """When an iteration for eigenvalues ends."""
 
     tolerance: float
     max_products: int

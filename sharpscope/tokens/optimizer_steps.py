@@ -403,7 +403,7 @@ def batch_share(optimizer: torch.optim.Optimizer) -> float:
     optimizer = unwrapped(optimizer)
 
     def each() -> Iterator[tuple[Tensor, list[float]]]:
-        """Each gradient, which has its place, and its terms of the two sums; one at a time, so that no copy of all is needed."""
+        """Each gradient, by which `sum_over_parts` knows how it is sharded, with its terms of the two sums; one at a time."""
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 g = parameter.grad

@@ -53,7 +53,7 @@ OF_TOKENS = ("tokens", "uses")
 OF_STEPS = (*OF_TOKENS, "rollouts")
 """Tables of which single steps are read, so that each step is a row group; of others a row group is all of a part."""
 KEPT_FOOTERS = 48_000_000
-"""Size of the footers that are kept in memory, as their files have them [bytes]; in memory they take some times as much."""
+"""Size of the footers that are kept in memory, as their files have them [bytes]; in memory they take several times as much."""
 LARGEST_READ = 4_000_000_000
 """Largest part of a file that is read at once [bytes in memory]."""
 PIECE_ROWS = 400_000
@@ -450,7 +450,8 @@ class TraceWriter:
     """Append rows to the traces of one run; `flush` makes them durable, and so does leaving the context.
 
     Hold the folder's RunLock while writing. Part numbers continue after existing parts, intact or damaged, and nothing is
-    overwritten. With `groups` a reader can read one step alone; without, files are smaller.
+    overwritten. With `groups` a reader can read one step of the tables `OF_STEPS` alone; without, files are
+    smaller. Of other tables a part is one row group.
     """
 
     def __init__(self, run_dir: str | Path, *, groups: bool = True) -> None:

@@ -275,6 +275,15 @@ def test_a_missing_file_that_lies_in_checkpoints_names_the_folder(tmp_path):
         diagnose(tmp_path / "trainer_state.json")
 
 
+@pytest.mark.parametrize("name", ["**.csv", "a**", "*.csv", "[ab].csv"])
+def test_a_missing_path_is_no_pattern(tmp_path, name):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "a.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(UserError) as error:
+        diagnose(tmp_path / name)
+    assert "does not exist" in str(error.value) and "below" not in str(error.value)
+
+
 def test_a_nan_in_a_csv_was_logged_and_an_empty_cell_was_not(tmp_path):
     file = tmp_path / "log.csv"
     file.write_text("step,reward,loss\n1,0.5,\n2,0.4,nan\n3,,0.1\n")

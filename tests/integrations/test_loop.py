@@ -770,7 +770,7 @@ def test_tinkers_writer_makes_a_table(tmp_path: Path):
     )
 
 
-def test_hooks_that_cannot_be_removed_do_not_end_the_training(tmp_path, monkeypatch):
+def test_hooks_that_cannot_be_removed_do_not_end_the_training(tmp_path, monkeypatch, capsys):
     """The first removal is of what an earlier recorder left, the second at the end of the loop."""
     plain, original, calls = loop(small_model()), Recorder.unhook, []
 
@@ -783,3 +783,21 @@ def test_hooks_that_cannot_be_removed_do_not_end_the_training(tmp_path, monkeypa
     monkeypatch.setattr(Recorder, "unhook", broken)
     recorded = loop(small_model(), tmp_path / "run")
     assert len(calls) > 1 and equal(plain, recorded)
+    assert "a fault" in capsys.readouterr().err  # it is said
+
+
+def test_detach_restores_the_trainer_and_every_hook_though_one_raises(tmp_path):
+    removed = []
+
+    def broken() -> None:
+        raise OSError("a fault")
+
+    trainer = plain_trainer(tmp_path)
+    recorder = sharpscope.record(trainer, out=tmp_path / "run")
+    recorder._hooks = [
+        SimpleNamespace(remove=broken),
+        SimpleNamespace(remove=lambda: removed.append(1)),
+    ]
+    with pytest.raises(OSError, match="a fault"):
+        recorder.detach()
+    assert removed == [1] and not hasattr(trainer, "_sharpscope")

@@ -36,6 +36,7 @@ from sharpscope.traces import (
     load_run,
     load_runs,
     pack_runs,
+    parts,
     rewind,
     update_run_info,
     write_reductions,
@@ -541,3 +542,21 @@ def test_a_link_out_of_the_run_is_refused_wherever_it_stands(tmp_path, linked):
     moved.symlink_to(tmp_path / "elsewhere")
     with pytest.warns(DamagedPartWarning, match="a link that leads out of"):
         assert load_run(run).eval.empty
+
+
+def test_footers_are_kept_up_to_a_number_of_bytes(tmp_path, monkeypatch):
+    run = new_run(tmp_path / "a")
+    for step in (1, 2, 3):
+        with TraceWriter(run) as writer:
+            writer.append("eval", rows("eval", step))
+    read, original = [], parts._read_footer
+    monkeypatch.setattr(
+        parts, "_read_footer", lambda path, table: read.append(path) or original(path, table)
+    )
+    keys = [parts._key(path, "") for path in sorted((run / "traces" / "eval").iterdir())]
+    size = original(keys[0][0], "eval").metadata.serialized_size
+    monkeypatch.setattr(parts, "KEPT_FOOTERS", 2 * size + size // 2)
+    footers = parts._Footers()
+    for place in (0, 1, 0, 2, 0, 1):
+        footers.get(*keys[place], "eval")
+    assert read == [keys[place][0] for place in (0, 1, 2, 1)]

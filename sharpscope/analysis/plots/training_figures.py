@@ -241,9 +241,9 @@ def paired_frame(
     """Runs of two settings that share a seed (choices: `baseline`, `treatment`)."""
     study = largest_study(runs)
     first, second = two_settings(study, baseline, treatment)
-    values = study_values(study.only([first, second]))
     if first == second:  # there is one setting only
-        return values[:0]
+        return pd.DataFrame()
+    values = study_values(study.only([first, second]))
     values = values[values["quantity"].isin([STEPS[name].name for name in PAIRED])]
     keys = ["quantity", "seed", "step"]
     table = values.pivot_table(
